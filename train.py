@@ -1,0 +1,480 @@
+"""Train one GPT per norm placement on the same batches, and compare them in one table.
+
+    python train.py --norm pre post peri geo                # four tiny models on Python's own source, on a CPU
+    python train.py --norm geo --dataset mine --preset baby # your text (data/prepare.py), one GPU
+    python train.py --norm geo --dataset fineweb --preset gpt2
+
+A run is a folder, OUT_DIR/NORM with ckpt.pt, best.pt (lowest val loss), log.csv and config.json, and the same command
+goes on where it was cut off. One Ctrl-C saves and leaves. Losses are nats/token.
+"""
+import argparse
+import csv
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def flag(default, help, low=-1e18, high=1e18, choices=None):
+    """A field of `Config` with what its command-line flag needs besides; numbers are checked to be in low..high."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+@dataclass
+class Config:
+    """One run. Each field is a flag of the same name; the defaults are the preset `tiny`."""
+    norm: str = flag("geo", "norm placement; several are trained one after the other", choices=("pre", "post", "peri", "geo"))
+    dataset: str = flag("stdlib", "the folder data/DATASET, made by data/prepare.py")
+    out_dir: str = flag("out", "the runs' folders are OUT_DIR/NORM")
+    preset: str = flag("tiny", "defaults of the other flags: tiny (CPU), baby (any GPU), gpt2 (124M, 24 GB)", choices=("tiny", "baby", "gpt2"))
+    overwrite: bool = flag(False, "start anew, and throw away what is in the run's folder")
+    eval_interval: int = flag(250, "steps between evaluations, each with a checkpoint", 1)
+    eval_iters: int = flag(100, "batches of val evaluated, the same each time, evenly spread; 0 is all of val", 0)
+    log_interval: int = flag(20, "steps between lines of log.csv", 1)
+    batch_size: int = flag(12, "sequences a batch", 1)
+    gradient_accumulation_steps: int = flag(1, "batches a step", 1)
+    block_size: int = flag(64, "context, tokens")
+    n_layer: int = flag(4, "blocks")
+    n_head: int = flag(4, "attention heads")
+    n_embd: int = flag(128, "channels of the residual stream")
+    dropout: float = flag(0.0, "in attention, after each sublayer and after the embedding")
+    learning_rate: float = flag(3e-3, "peak, after the warm-up", 0)
+    min_lr: float | None = flag(None, "at the end of the cosine (default: learning_rate/10)", 0)
+    warmup_iters: int = flag(100, "steps of linear warm-up", 0)
+    lr_decay_iters: int | None = flag(None, "steps until min_lr (default: max_iters)", 1)
+    max_iters: int = flag(1000, "steps in all", 1)
+    weight_decay: float = flag(0.1, "AdamW's, on matrices only", 0)
+    beta1: float = flag(0.9, "AdamW's", 0, 0.999999)
+    beta2: float = flag(0.99, "AdamW's", 0, 0.999999)
+    grad_clip: float = flag(1.0, "largest gradient norm; 0 is no clipping", 0)
+    seed: int = flag(1337, "of weights, batches and dropout", 0, 2**63 - 1)
+    device: str = flag("auto", "auto is cuda if there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = flag("auto", "autocast to it; auto is bfloat16 on CUDA, float16 where the GPU lacks it, float32 on a CPU",
+                      choices=("auto", "float32", "bfloat16", "float16"))
+    compile: bool | None = flag(None, "torch.compile (default: on CUDA)")
+    geo_decay: str = flag("sqrt", "geo: how the steps shrink with depth", choices=("none", "harmonic", "sqrt", "linear"))
+    geo_max_angle: float = flag(math.pi / 4, "geo: largest turn of one sublayer, radians")
+    geo_p: float = flag(math.inf, "geo: the retraction p*atan(t/p); inf is the exponential map", high=math.inf)
+
+
+PRESETS = {
+    "tiny": {},     # the size of nanoGPT's CPU settings
+    "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2, learning_rate=1e-3,
+                 max_iters=5000, eval_iters=0),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=8, gradient_accumulation_steps=60,
+                 learning_rate=6e-4, warmup_iters=700, max_iters=19000, beta2=0.95, eval_interval=500, eval_iters=200),
+}
+# What only observes, or says where it runs, may differ when a run goes on.
+MAY_CHANGE = {"out_dir", "preset", "overwrite", "eval_interval", "log_interval", "device", "dtype", "compile"}
+
+
+def parse_args(args: list[str] | None = None) -> list[Config]:
+    """One Config per norm asked for. A wrong flag or value ends the program with one line and exit code 2."""
+    parser = argparse.ArgumentParser(description="Train GPTs that differ in the placement of their norms alone.",
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; see --help\n")
+    for f in fields(Config):
+        kind = f.type if isinstance(f.type, type) else f.type.__args__[0]       # of `float | None`, float
+        text = f.metadata["help"] + ("" if f.default in (None, False) else f" (default: {f.default})")
+        if kind is bool:
+            parser.add_argument(f"--{f.name}", action=argparse.BooleanOptionalAction, help=text)
+        else:
+            parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text,
+                                nargs="+" if f.name == "norm" else None)
+    given = vars(parser.parse_args(args))
+    norms = list(dict.fromkeys(given.pop("norm", ["geo"])))
+    configs = [Config(**(PRESETS[given.get("preset", "tiny")] | given), norm=norm) for norm in norms]
+    for f in fields(Config):
+        value, low, high = getattr(configs[0], f.name), f.metadata["low"], f.metadata["high"]
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            parser.error(f"--{f.name} must be in {low:g}..{high:g}, not {value}")
+    return configs
+
+
+if __name__ == "__main__":      # before torch is imported, so that --help and a wrong flag answer at once
+    CONFIGS = parse_args()
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.prepare import prepare
+from model import GPT, GPTConfig
+
+LOG_COLUMNS = "step,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,elapsed_seconds".split(",")
+FORMAT = "nanonorm 1"
+
+
+# ---------------------------------------------------------------------------------------------------------- data
+
+def load_data(config: Config) -> tuple[dict, dict[str, np.ndarray]]:
+    """meta.json of data/DATASET, and its token ids by split. stdlib is prepared if it is missing; anything else
+    that is missing, damaged or too short ends the program with one line."""
+    folder = HERE / "data" / config.dataset
+    if not folder.is_dir():
+        if config.dataset != "stdlib":
+            source = config.dataset if config.dataset in ("shakespeare", "fineweb") else f"FILES --name {config.dataset}"
+            sys.exit(f"there is no dataset data/{config.dataset}: make it with `python data/prepare.py {source}`")
+        print("preparing data/stdlib, the source text of this Python's standard library", flush=True)
+        prepare(["stdlib"])
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        sizes = {split: meta[f"{split}_tokens"] for split in ("train", "val")}
+        if min(sizes.values()) <= config.block_size:
+            sys.exit(f"data/{config.dataset} is too short: train has {sizes['train']} tokens and val {sizes['val']}, but "
+                     f"one window takes {config.block_size + 1}; prepare more text or lower --block_size")
+        data = {split: np.memmap(folder / f"{split}.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r") for split in sizes}
+        if any(len(data[split]) != sizes[split] for split in sizes):
+            raise ValueError("its files and its meta.json differ in length")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"data/{config.dataset} is damaged ({error}): make it again with data/prepare.py")
+    return meta, data
+
+
+def get_batch(data: np.ndarray, config: Config, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Batch number `index` of this seed, the same for every norm: inputs and targets, (B, T) each.
+
+    A function of its number, so that a resumed run needs no memory of what it has seen."""
+    rng = np.random.default_rng((config.seed, index))
+    starts = rng.integers(len(data) - config.block_size, size=config.batch_size)
+    ids = torch.from_numpy(np.stack([data[i:i + config.block_size + 1] for i in starts]).astype(np.int64))
+    if device.type == "cuda":
+        ids = ids.pin_memory().to(device, non_blocking=True)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def val_batches(data: np.ndarray, config: Config):
+    """Yield (inputs, targets, count) of windows that follow one another through val, so that each token is predicted
+    once; all of them, or eval_iters batches evenly spread. Targets are -1 where the last window or batch is not full."""
+    B, T = config.batch_size, config.block_size
+    starts = np.arange(0, len(data) - 1, T)
+    if 0 < config.eval_iters * B < len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, config.eval_iters * B).astype(int)]
+    for i in range(0, len(starts), B):
+        x, y = torch.zeros(B, T, dtype=torch.int64), torch.full((B, T), -1)
+        for row, start in enumerate(starts[i:i + B]):
+            ids = torch.from_numpy(data[start:start + T + 1].astype(np.int64))
+            x[row, :len(ids) - 1], y[row, :len(ids) - 1] = ids[:-1], ids[1:]
+        yield x, y, int((y >= 0).sum())
+
+
+@torch.no_grad()
+def evaluate(model, data: np.ndarray, config: Config, device: torch.device, autocast) -> float:
+    """Mean loss on val in nats/token, over the same tokens each time. Leaves the model in training mode."""
+    model.eval()
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    for x, y, n in val_batches(data, config):
+        with autocast:
+            _, loss = model(x.to(device), y.to(device))
+        total += loss.double() * n
+        count += n
+    model.train()
+    return total.item() / count
+
+
+def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
+    """nats/token on a text of that many tokens and bytes, as bits/byte: it does not depend on the tokenizer."""
+    return nats_per_token / math.log(2) * tokens / n_bytes
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+def save(state: dict, path: Path):
+    """Write a checkpoint beside path and put it there whole; if it cannot be written, what was there stays."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        torch.save(state, beside)
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:
+        beside.unlink(missing_ok=True)
+        sys.exit(f"could not save {path} ({error}): what was saved before is intact; make room and run again")
+
+
+def load_checkpoint(path: Path) -> dict:
+    """A checkpoint of ours, on the CPU; no code in the file is run. Any other file ends the program with one line."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["format"] != FORMAT:
+            raise ValueError(f"its format is {state['format']}")
+        return state
+    except Exception as error:      # torch.load meets a damaged file with errors of many types
+        sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): remove it, or choose "
+                 "another --out_dir")
+
+
+def open_run(config: Config, meta: dict) -> dict | None:
+    """The checkpoint that this run goes on from, or None to start; a run with other settings is refused in one line."""
+    path = Path(config.out_dir) / config.norm / "ckpt.pt"
+    if config.overwrite or not path.exists():
+        return None
+    state, now = load_checkpoint(path), asdict(config)
+    out = "choose another --out_dir, or --overwrite it"
+    if state["tokenizer"] != meta["tokenizer"]:
+        sys.exit(f"{path.parent} was trained with tokenizer {state['tokenizer']}, but data/{config.dataset} has "
+                 f"{meta['tokenizer']}: {out}")
+    for name, was in state["config"].items():
+        longer = name == "max_iters" and now[name] > was
+        if name not in MAY_CHANGE and now[name] != was and not longer:
+            sys.exit(f"{path.parent} was trained with --{name} {was}, not {now[name]}: {out}")
+    if state["sha256"] != meta["sha256"]:
+        sys.exit(f"{path.parent} was trained on another text than data/{config.dataset} holds now: {out}")
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine from learning_rate to min_lr at lr_decay_iters. Steps count from 1."""
+    low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    if step <= config.warmup_iters:
+        return config.learning_rate * step / (config.warmup_iters + 1)
+    length = (config.lr_decay_iters or config.max_iters) - config.warmup_iters
+    done = min(1.0, (step - 1 - config.warmup_iters) / length) if length > 0 else 1.0
+    return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
+
+
+def peak_memory(device: torch.device, reset: bool = False) -> float:
+    """Peak memory in MB since the last reset: CUDA's allocations, or on Linux the process; elsewhere nan."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    except (OSError, IndexError):
+        return math.nan
+
+
+def train(config: Config, meta: dict, data: dict, device: torch.device, stop: list) -> dict:
+    """Train, or go on training, one run; returns its row of the table. A signal in `stop` saves and leaves.
+
+    A loss or gradient that is not finite ends the run with `diverged` in the row; its last checkpoint stays. With
+    float16 the scaler skips such gradients, and only 20 skips in a row count."""
+    folder = Path(config.out_dir) / config.norm
+    state = open_run(config, meta)
+    torch.manual_seed(config.seed)
+    model_config = GPTConfig(**{f.name: getattr(config, f.name, meta["vocab_size"]) for f in fields(GPTConfig)})
+    raw_model = GPT(model_config).to(device)    # state dicts are of this one, whether or not it is compiled
+    row = {"norm": config.norm, "parameters": sum(p.numel() for p in raw_model.parameters()), "val_loss": math.inf,
+           "best_step": 0, "train_seconds": 0.0, "peak_memory": 0.0, "elapsed": 0.0, "step": 0, "diverged": None}
+    if state:
+        row = state["row"]
+        if row["step"] >= config.max_iters:
+            print(f"{folder} is finished: val {row['val_loss']:.4f} nats/token at step {row['best_step']}; nothing to do", flush=True)
+            return row
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    autocast = torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    optimizer = torch.optim.AdamW(raw_model.param_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=True)
+    use_compile = device.type == "cuda" if config.compile is None else config.compile
+    where = f"{device.type}, {dtype}{', compiled' if use_compile else ''}"
+    peak_memory(device, reset=True)
+
+    if state:
+        raw_model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        if scaler.is_enabled() and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"])
+        if device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], device)
+        print(f"{folder} goes on from step {row['step']}" + (
+            f", with the schedule of {config.max_iters} steps instead of {state['config']['max_iters']}"
+            if config.max_iters != state["config"]["max_iters"] else "") + (
+            f"; on {where} after {state['where']}, so not bit for bit" if where != state["where"] else ""), flush=True)
+    else:
+        for name in ("ckpt.pt", "best.pt", "log.csv", "config.json"):
+            (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"config": asdict(config), "model": asdict(model_config), "data": meta, "where": where,
+             "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
+    beside = folder / "config.json.part"
+    beside.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    os.replace(beside, folder / "config.json")
+    saved = row["step"]
+    log_file = open_log(folder / "log.csv", saved)
+    log = csv.writer(log_file, lineterminator="\n")
+
+    model = torch.compile(raw_model) if use_compile else raw_model
+    if use_compile:     # the first call compiles: fail now, not after the first log line
+        try:
+            evaluate(model, data["val"][:config.block_size + 1], config, device, autocast)
+        except Exception as error:
+            sys.exit(f"torch.compile does not work here ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
+                     "install a C++ compiler, or run with --no-compile")
+
+    interactive = sys.stdout.isatty() and sys.stderr.isatty()
+    bar = tqdm(total=config.max_iters, initial=row["step"], desc=config.norm, unit="step", disable=not interactive)
+    say = bar.write if interactive else lambda line: print(line, flush=True)
+    accumulate = config.gradient_accumulation_steps
+    tokens_per_step = config.batch_size * config.block_size * accumulate
+    bad_streak = torch.zeros((), device=device)     # steps in a row without a finite loss and gradient
+    start, first = time.perf_counter() - row["elapsed"], row["step"] + 1
+    clock, clock_step = time.perf_counter(), row["step"]
+    x, y = get_batch(data["train"], config, row["step"] * accumulate, device)
+
+    for step in range(first, config.max_iters + 1):
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        train_loss = torch.zeros((), device=device)
+        for micro in range(accumulate):
+            with autocast:
+                _, loss = model(x, y)
+            # The next batch is on its way while the GPU still works on this one.
+            x, y = get_batch(data["train"], config, (step - 1) * accumulate + micro + 1, device)
+            scaler.scale(loss / accumulate).backward()
+            train_loss += loss.detach() / accumulate
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        bad_streak = (bad_streak + 1) * ~(train_loss.isfinite() & grad_norm.isfinite())
+
+        bar.update()
+        last = step == config.max_iters
+        evaluating = last or step % config.eval_interval == 0
+        if step == first and device.type == "cuda":     # compiling is over: start the clock
+            torch.cuda.synchronize(device)
+            clock, clock_step = time.perf_counter(), step
+        if not (evaluating or stop or step == 1 or step % config.log_interval == 0):
+            continue
+
+        # The only place where the host waits for the device.
+        train_loss, grad_norm, bad = torch.stack((train_loss, grad_norm, bad_streak)).tolist()
+        now = time.perf_counter()
+        speed = tokens_per_step * (step - clock_step) / (now - clock) if step > clock_step else math.nan
+        row["train_seconds"] += now - clock
+        diverged = not math.isfinite(train_loss) or bad >= (20 if scaler.is_enabled() else 1)
+        val_loss = evaluate(model, data["val"], config, device, autocast) if evaluating and not diverged else None
+        if diverged or val_loss is not None and not math.isfinite(val_loss):
+            row["diverged"] = step - max(int(bad), 1) + 1
+            say(f"{config.norm} diverged at step {row['diverged']}: its loss or gradient is not finite, most likely from too "
+                "high a learning rate; lower --learning_rate or lengthen --warmup_iters. " + (
+                f"The checkpoint in {folder} is of step {saved}." if saved else "Nothing was saved yet."))
+            break
+        row["step"], row["elapsed"] = step, now - start
+        row["peak_memory"] = max(row["peak_memory"], peak_memory(device))
+        if evaluating or step == 1 or step % config.log_interval == 0:
+            bpb = val_loss and bits_per_byte(val_loss, meta["val_tokens"], meta["val_bytes"])
+            log.writerow([step] + ["" if v is None else f"{v:.9g}" for v in (
+                train_loss, val_loss, bpb, lr, grad_norm, speed, row["elapsed"])])
+            bar.set_postfix_str(f"loss {train_loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s")
+            if val_loss is not None:
+                say(f"{config.norm} step {step}: train {train_loss:.4f}, val {val_loss:.4f} nats/token, {bpb:.4f} bits/byte")
+            elif not interactive:
+                say(f"{config.norm} step {step}: train {train_loss:.4f}, lr {lr:.2e}, {speed:,.0f} tokens/s")
+        if evaluating or stop:
+            best = val_loss is not None and val_loss < row["val_loss"]
+            if best:
+                row |= {"val_loss": val_loss, "val_bits_per_byte": bpb, "best_step": step}
+            state = {"format": FORMAT, "model": raw_model.state_dict(), "model_config": asdict(model_config),
+                     "config": asdict(config), "tokenizer": meta["tokenizer"], "sha256": meta["sha256"], "row": row}
+            if best:
+                save(state, folder / "best.pt")
+            save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "where": where,
+                          "rng": torch.get_rng_state(),
+                          "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None},
+                 folder / "ckpt.pt")
+            saved = step
+        if stop and not last:
+            say(f"stopped: step {step} is saved in {folder}, and the same command goes on from there")
+            break
+        clock, clock_step = time.perf_counter(), step
+    bar.close()
+    log_file.close()
+    return row
+
+
+def open_log(path: Path, step: int):
+    """log.csv, open to go on after `step`; later lines, of steps that will be trained again, are dropped."""
+    rows = []
+    if step and path.exists():
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [r for r in csv.reader(file) if r and r[0].isdigit() and int(r[0]) <= step]
+    beside = path.with_name("log.csv.part")
+    with open(beside, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([LOG_COLUMNS, *rows])
+    os.replace(beside, path)
+    return open(path, "a", encoding="utf-8", newline="", buffering=1)
+
+
+def table(rows: list[dict], configs: list[Config]) -> str:
+    """The comparison, one line a run."""
+    lines = [f"{'norm':6}{'parameters':>12}{'val nats/token':>16}{'val bits/byte':>15}{'best step':>11}{'tokens/s':>11}{'peak MB':>9}"]
+    for row, config in zip(rows, configs):
+        line = f"{row['norm']:6}{row['parameters']:12,}"
+        if row["best_step"]:
+            line += f"{row['val_loss']:16.4f}{row['val_bits_per_byte']:15.4f}{row['best_step']:11}"
+        else:
+            line += f"{'-':>16}{'-':>15}{'-':>11}"
+        tokens = config.batch_size * config.block_size * config.gradient_accumulation_steps * row["step"]
+        line += f"{tokens / max(row['train_seconds'], 1e-9):11,.0f}{row['peak_memory']:9,.0f}"
+        lines.append(line + (f"  diverged at step {row['diverged']}" if row["diverged"] else ""))
+    return "\n".join(lines)
+
+
+def main(configs: list[Config]):
+    """Train every config in turn and print the table. All are checked before the first starts."""
+    for console in (sys.stdout, sys.stderr):
+        console.reconfigure(errors="replace")   # what a console cannot show is no reason to stop
+    if configs[0].device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: this torch sees no CUDA GPU; run with --device cpu")
+    device = torch.device("cuda" if configs[0].device != "cpu" and torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for config in configs:
+        try:
+            GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"})
+        except ValueError as error:
+            print(f"train.py: {error}; see --help", file=sys.stderr)
+            sys.exit(2)
+    meta, data = load_data(configs[0])
+    for config in configs:
+        open_run(config, meta)
+    print(json.dumps(asdict(configs[0]) | {"norm": [c.norm for c in configs]}, ensure_ascii=False), flush=True)
+
+    stop = []
+    def on_signal(number, _):
+        stop.append(number)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    rows = []
+    for config in configs:
+        rows.append(train(config, meta, data, device, stop))
+        if stop:
+            break
+    print(table(rows, configs), flush=True)
+    if stop:
+        sys.exit(128 + stop[0])
+    if all(row["diverged"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main(CONFIGS)
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is intact", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:     # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except torch.OutOfMemoryError:
+        sys.exit("out of GPU memory: halve --batch_size and double --gradient_accumulation_steps for the same steps")
+    except OSError as error:
+        sys.exit(f"train.py: {error}; what was saved before is intact")
