@@ -59,14 +59,15 @@ def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Ten
         x = x.float()
     g = g.to(x.dtype)
 
-    # A root has no slope at 0, so each square is clamped before its root: then 0 gives a finite gradient, not nan.
-    xx = (x * x).sum(-1, keepdim=True).clamp(min=1e-30)  # (..., 1)
-    v = g - ((x * g).sum(-1, keepdim=True) / xx) * x
+    # A root's slope at 0 is infinite, so each square is clamped before its root: then 0 gives a finite gradient, not nan.
+    xx = (x * x).sum(-1, keepdim=True).clamp(min=1e-30)     # (..., 1)
+    along = (x * g).sum(-1, keepdim=True) / xx
+    v = g - along * x
     vv = (v * v).sum(-1, keepdim=True)
     x_norm, v_norm = xx.sqrt(), vv.clamp(min=1e-30).sqrt()
 
-    # If g is parallel to x, v is what rounding left of it: a direction only if it stands out from g's own rounding.
-    noise = vv < (16 * torch.finfo(x.dtype).eps) ** 2 * (g * g).sum(-1, keepdim=True)
+    # If g is parallel to x, v is what rounding left of it: a direction only if it stands out from what was taken away.
+    noise = vv < (16 * torch.finfo(x.dtype).eps) ** 2 * along * along * xx
     t = (v_norm / x_norm).clamp(max=max_angle)
     t = (scale * t + bias * (vv > 1e-30).to(x.dtype)) * decay
     theta = t if math.isinf(p) else p * torch.atan(t / p)
