@@ -46,8 +46,8 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
-        sys.exit(f"the vocabulary of tokenizer {name} could not be fetched ({type(error).__name__}): set "
-                 "TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes, which needs no download")
+        sys.exit(f"the vocabulary of tokenizer {name} could not be fetched ({type(error).__name__}): set TIKTOKEN_CACHE_DIR "
+                 "to a folder that holds it, or use --tokenizer bytes with stdlib or your own text, which needs no download")
 
 
 def encode(tokenizer: tiktoken.Encoding, raw: bytes) -> list[int]:
@@ -55,19 +55,22 @@ def encode(tokenizer: tiktoken.Encoding, raw: bytes) -> list[int]:
     return list(raw) if tokenizer.name == "bytes" else tokenizer.encode_ordinary(raw.decode("utf-8", "replace"))
 
 
-def safe_cut(text: str) -> int:
-    """The last place where text may be cut and its two parts encoded apart without changing a token; 0 if none.
+SAFE = re.compile(r"\S(?= )|[^\W_](?=[\r\n,.，。])")     # the marks are for scripts without spaces
 
-    Before a space that follows a non-space, or a newline that follows a letter or digit. BPE never merges across the
-    pieces that a tokenizer's regular expression finds, and in all of tiktoken's expressions a piece ends there: inside
-    a piece, white space is followed by letters but never preceded by them, and only newlines may follow punctuation.
-    They look ahead in white space alone, and the left part ends in something else; they never look behind.
-    Not after the white space: in "a  b" the pieces are "a", " ", " b", but "a  " alone has the piece "  ".
+
+def safe_cut(text: str, start: int = 0) -> int:
+    """The last place from `start` on where text may be cut and its parts encoded apart without changing a token, or 0.
+
+    That is before a space that follows a non-space, and before a line's end, comma or full stop that follows a letter or
+    digit. BPE never merges across the pieces that a tokenizer's regular expression finds, and in all of tiktoken's a piece
+    ends there: within a piece these may be followed by letters but never preceded by them, and punctuation is followed by
+    newlines only. They look ahead in white space alone, and the left part ends in something else; they never look behind.
+    After the space would be wrong: in "a  b" the pieces are "a", " ", " b", but "a  " alone has the piece "  ".
     """
-    for tail in (text[-4096:], text):
-        ends = [match.end() for match in re.finditer(r"\S(?= )|[^\W_](?=\n)", tail)]
+    for begin in (max(start, len(text) - 4096), start):
+        ends = [match.end() for match in SAFE.finditer(text, begin)]
         if ends:
-            return len(text) - len(tail) + ends[-1]
+            return ends[-1]
     return 0
 
 
@@ -82,6 +85,7 @@ class Writer:
         self.sha256 = hashlib.sha256()
 
     def __enter__(self):
+        shutil.rmtree(self.beside, ignore_errors=True)      # of a killed run of the same process id
         self.beside.mkdir(parents=True)
         self.files = {split: open(self.beside / f"{split}.bin", "wb") for split in ("train", "val")}
         return self
@@ -95,19 +99,21 @@ class Writer:
         self.meta[f"{split}_bytes"] += n_bytes
 
     def __exit__(self, error, *_):
-        for file in self.files.values():
-            file.close()
-        if error is None:
-            text = json.dumps(self.meta | {"sha256": self.sha256.hexdigest()}, indent=1)
-            (self.beside / "meta.json").write_text(text, encoding="utf-8")
-            if self.path.exists():
-                old = self.beside.with_suffix(".old")
-                os.rename(self.path, old)
-                os.rename(self.beside, self.path)
-                shutil.rmtree(old)
-            else:
-                os.rename(self.beside, self.path)
-        shutil.rmtree(self.beside, ignore_errors=True)
+        try:
+            for file in self.files.values():
+                file.close()
+            if error is None:
+                text = json.dumps(self.meta | {"sha256": self.sha256.hexdigest()}, indent=1)
+                (self.beside / "meta.json").write_text(text, encoding="utf-8")
+                if self.path.exists():
+                    old = self.beside.with_suffix(".old")
+                    os.rename(self.path, old)
+                    os.rename(self.beside, self.path)
+                    shutil.rmtree(old)
+                else:
+                    os.rename(self.beside, self.path)
+        finally:
+            shutil.rmtree(self.beside, ignore_errors=True)
 
 
 def find_files(sources: list[str]) -> list[Path]:
@@ -140,30 +146,33 @@ def read_chunks(files: list[Path], boundary: int, as_text: bool, meta: dict) -> 
 
     A chunk is bytes, or str if as_text; None stands between two files of a split. Memory is a chunk's, unless the
     text has no safe cut for longer than that. Invalid UTF-8 becomes U+FFFD and is counted in meta."""
-    position = 0
+    position, begun = 0, set()
     for path in files:
         split = "train" if position < boundary else "val"
-        if meta[f"{split}_tokens"]:
+        if split in begun:
             yield split, None
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pending, tail, block = "" if as_text else b"", b"", True
         with open(path, "rb") as file:
             while block:
                 left = boundary - position
-                block = file.read(min(CHUNK, left) if left > 0 else CHUNK)
+                block = file.read(left if 0 < left < 2 * CHUNK else CHUNK)
                 position += len(block)
                 if as_text:
                     text = decoder.decode(block, final=not block)
-                    meta["invalid_bytes"] += text.count("\ufffd") - (tail + block).count(b"\xef\xbf\xbd")
-                    tail = block[-2:]
+                    meta["invalid_sequences"] += text.count("\ufffd") - (tail + block).count(b"\xef\xbf\xbd")
+                    tail = (tail + block)[-2:]
+                    searched = max(len(pending) - 1, 0)     # up to there pending has no safe cut
                     pending += text
-                    cut = safe_cut(pending) if block else len(pending)
+                    cut = safe_cut(pending, searched) if block else len(pending)
                     if position == boundary:
                         cut = cut or len(pending)
                 else:
                     pending, cut = block, len(block)
                 if cut:
-                    yield "train" if position <= boundary else "val", pending[:cut]
+                    split = "train" if position <= boundary else "val"
+                    begun.add(split)
+                    yield split, pending[:cut]
                 pending = pending[cut:]
 
 
@@ -179,7 +188,7 @@ def prepare_text(name: str, source: str, files: list[Path], n_train: int | None,
     as_text, workers = tokenizer.name != "bytes", os.cpu_count() or 1
     with Writer(name, tokenizer, source) as writer, tqdm(
             total=total, desc=f"data/{name}", unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        writer.meta["invalid_bytes"] = 0
+        writer.meta["invalid_sequences"] = 0
         chunks = read_chunks([file for file, size in files if size], boundary, as_text, writer.meta)
         while batch := list(islice(chunks, 4 * workers if as_text else 1)):
             texts = [chunk for _, chunk in batch if chunk is not None]
@@ -220,8 +229,8 @@ def download(url: str, path: Path, size: int | None = None) -> Path:
             sys.exit(f"could not fetch {url} ({error}): run again to go on, set HTTPS_PROXY, or put the file at {path}; "
                      "without a network, use the source stdlib")
     got = part.stat().st_size
-    if got < (size or total or 0):
-        sys.exit(f"{url} broke off after {got} of {size or total} bytes: run again to go on")
+    if got < (total or size or 0):
+        sys.exit(f"{url} broke off after {got} of {total or size} bytes: run again to go on")
     if got != (size or total or got):
         part.unlink()
         sys.exit(f"{url} sent {got} bytes, not {size or total}: thrown away; put the right file at {path}")
@@ -238,8 +247,8 @@ def prepare_fineweb(name: str, shards: int) -> dict:
              [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)] + ["fineweb_val_000000.bin"]}
     with Writer(name, tokenizer, f"{FINEWEB}, {shards} train shards") as writer:
         for file, path in paths.items():
-            header = np.fromfile(path, np.dtype("<i4"), 256)
-            if len(header) < 256 or list(header[:2]) != [20240520, 1] or path.stat().st_size != 1024 + 2 * header[2]:
+            header = np.fromfile(path, np.dtype("<i4"), 256).tolist()
+            if len(header) < 256 or header[:2] != [20240520, 1] or path.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{path} is no whole shard of {FINEWEB}: delete it and run again")
             ids = np.memmap(path, np.dtype("<u2"), "r", offset=1024)
             for start in range(0, len(ids), 1 << 20):
