@@ -58,7 +58,7 @@ def main():
     for name, low in (("num_samples", 1), ("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and not low <= value < 2**63:
-            parser.error(f"--{name} must be at least {low}, not {value}")
+            parser.error(f"--{name} must be at least {low} and finite, not {value}")
     prompt = os.fsencode(args.start)        # the very bytes of the command line, UTF-8 or not
     if args.start.startswith("FILE:"):
         try:

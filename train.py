@@ -16,6 +16,7 @@ import platform
 import signal
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -134,6 +135,8 @@ def load_data(config: Config) -> tuple[dict, dict[str, np.ndarray]]:
         data = {split: np.memmap(folder / f"{split}.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r") for split in sizes}
         if any(len(data[split]) != sizes[split] for split in sizes):
             raise ValueError("its files and its meta.json differ in length")
+        if data["val"].max() >= meta["vocab_size"] or not {"tokenizer", "sha256"} < meta.keys() or meta["val_bytes"] < 1:
+            raise ValueError("its meta.json does not fit its files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"data/{config.dataset} is damaged ({error}): make it again with data/prepare.py")
     return meta, data
@@ -201,9 +204,11 @@ def save(state: dict, path: Path):
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint of ours, on the CPU; no code in the file is run. Any other file ends the program with one line."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] != FORMAT:
-            raise ValueError(f"its format is {state['format']}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # one line is enough for a file of another program
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise ValueError("it holds something else")
         return state
     except Exception as error:      # torch.load meets a damaged file with errors of many types
         sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): remove it, or choose "
@@ -220,6 +225,8 @@ def open_run(config: Config, meta: dict) -> dict | None:
     if state["tokenizer"] != meta["tokenizer"]:
         sys.exit(f"{path.parent} was trained with tokenizer {state['tokenizer']}, but data/{config.dataset} has "
                  f"{meta['tokenizer']}: {out}")
+    if "optimizer" not in state:
+        sys.exit(f"{path} holds weights alone, as best.pt does, and cannot be trained on: {out}")
     for name, was in state["config"].items():
         longer = name == "max_iters" and now[name] > was
         if name not in MAY_CHANGE and now[name] != was and not longer:
@@ -232,7 +239,8 @@ def open_run(config: Config, meta: dict) -> dict | None:
 # ------------------------------------------------------------------------------------------------------ training
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from learning_rate to min_lr at lr_decay_iters. Steps count from 1."""
+    """nanoGPT's: linear warm-up, then a cosine from learning_rate to min_lr, which the step after lr_decay_iters meets.
+    Steps count from 1."""
     low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
     if step <= config.warmup_iters:
         return config.learning_rate * step / (config.warmup_iters + 1)
@@ -295,7 +303,17 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             f", with the schedule of {config.max_iters} steps instead of {state['config']['max_iters']}"
             if config.max_iters != state["config"]["max_iters"] else "") + (
             f"; on {where} after {state['where']}, so not bit for bit" if where != state["where"] else ""), flush=True)
-    else:
+
+    model = raw_model
+    if use_compile:     # the first call compiles: fail now, not after the first log line
+        try:
+            model = torch.compile(raw_model)
+            evaluate(model, data["val"][:config.block_size + 1], config, device, autocast)
+        except Exception as error:
+            sys.exit(f"torch.compile does not work here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}): "
+                     "install a C++ compiler, or run with --no-compile")
+
+    if not state:
         for name in ("ckpt.pt", "best.pt", "log.csv", "config.json"):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -307,14 +325,6 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     saved = row["step"]
     log_file = open_log(folder / "log.csv", saved)
     log = csv.writer(log_file, lineterminator="\n")
-
-    model = torch.compile(raw_model) if use_compile else raw_model
-    if use_compile:     # the first call compiles: fail now, not after the first log line
-        try:
-            evaluate(model, data["val"][:config.block_size + 1], config, device, autocast)
-        except Exception as error:
-            sys.exit(f"torch.compile does not work here ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
-                     "install a C++ compiler, or run with --no-compile")
 
     interactive = sys.stdout.isatty() and sys.stderr.isatty()
     bar = tqdm(total=config.max_iters, initial=row["step"], desc=config.norm, unit="step", disable=not interactive)
@@ -392,7 +402,8 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
                  folder / "ckpt.pt")
             saved = step
         if stop and not last:
-            say(f"stopped: step {step} is saved in {folder}, and the same command goes on from there")
+            say(f"stopped: step {step} is saved in {folder}, and the same command{' without --overwrite' * config.overwrite} "
+                "goes on from there")
             break
         clock, clock_step = time.perf_counter(), step
     bar.close()
@@ -405,7 +416,7 @@ def open_log(path: Path, step: int):
     rows = []
     if step and path.exists():
         with open(path, encoding="utf-8", newline="") as file:
-            rows = [r for r in csv.reader(file) if r and r[0].isdigit() and int(r[0]) <= step]
+            rows = [r for r in csv.reader(file) if len(r) == len(LOG_COLUMNS) and r[0].isdigit() and int(r[0]) <= step]
     beside = path.with_name("log.csv.part")
     with open(beside, "w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([LOG_COLUMNS, *rows])
