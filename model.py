@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 def edge_norms(config: GPTConfig) -> tuple[nn.Module, nn.Module]:
-    """What stands before the first block and after the last: the two right-hand columns of `Residual`'s table."""
+    """What stands before the first block and after the last: the two middle columns of `Residual`'s table."""
     N = rms_norm
     if config.norm == "pre":  return nn.Identity(), N(config)
     if config.norm == "post": return N(config), nn.Identity()
@@ -225,7 +225,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                top_k: int | None = None) -> Iterator[Tensor]:
-        """Sample from the model, one (B, 1) tensor of token ids at a time; see `generate`."""
+        """Sample from the model, one (B, 1) tensor of token ids at a time; all else, errors too, as in `generate`."""
         if idx.size(1) < 1:
             raise ValueError("the prompt must hold at least one token")
         if idx.min() < 0 or idx.max() >= self.config.vocab_size:

@@ -27,8 +27,11 @@ def load_model(folder: Path) -> tuple[GPT, tiktoken.Encoding]:
         runs = ", ".join(sorted(str(run.parent) for run in folder.glob("*/ckpt.pt")))
         sys.exit(f"--out_dir {folder}: no best.pt or ckpt.pt in it; " + (f"runs are in {runs}" if runs else "train one with train.py"))
     state = load_checkpoint(path)
-    model = GPT(GPTConfig(**state["model_config"]))
-    model.load_state_dict(state["model"])
+    try:
+        model = GPT(GPTConfig(**state["model_config"]))
+        model.load_state_dict(state["model"])
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        sys.exit(f"{path} does not fit this model.py ({type(error).__name__}): sample with the program that trained it")
     return model.eval(), get_tokenizer(state["tokenizer"])
 
 
@@ -82,7 +85,7 @@ def main():
 
 
 if __name__ == "__main__":
-    for console in (sys.stdout, sys.stderr):
+    for console in filter(None, (sys.stdout, sys.stderr)):
         console.reconfigure(errors="replace")   # what a console cannot show is no reason to stop
     try:
         main()
@@ -90,3 +93,5 @@ if __name__ == "__main__":
         sys.exit(130)
     except BrokenPipeError:     # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        sys.exit(f"sample.py: {error}")

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def parse_args(args: list[str] | None = None) -> list[Config]:
             parser.add_argument(f"--{f.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text,
-                                nargs="+" if f.name == "norm" else None)
+                                **({"nargs": "+", "action": "extend"} if f.name == "norm" else {}))
     given = vars(parser.parse_args(args))
     norms = list(dict.fromkeys(given.pop("norm", ["geo"])))
     configs = [Config(**(PRESETS[given.get("preset", "tiny")] | given), norm=norm) for norm in norms]
@@ -100,6 +101,7 @@ def parse_args(args: list[str] | None = None) -> list[Config]:
 
 
 if __name__ == "__main__":      # before torch is imported, so that --help and a wrong flag answer at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     CONFIGS = parse_args()
 
 import numpy as np
@@ -211,17 +213,20 @@ def load_checkpoint(path: Path) -> dict:
             raise ValueError("it holds something else")
         return state
     except Exception as error:      # torch.load meets a damaged file with errors of many types
-        sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): remove it, or choose "
-                 "another --out_dir")
+        sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): choose another --out_dir, or "
+                 "train it anew with --overwrite")
 
 
 def open_run(config: Config, meta: dict) -> dict | None:
     """The checkpoint that this run goes on from, or None to start; a run with other settings is refused in one line."""
-    path = Path(config.out_dir) / config.norm / "ckpt.pt"
-    if config.overwrite or not path.exists():
+    path, out = Path(config.out_dir) / config.norm / "ckpt.pt", "choose another --out_dir, or --overwrite it"
+    if config.overwrite:
+        return None
+    if not path.exists():
+        if path.with_name("best.pt").exists():
+            sys.exit(f"{path.parent} holds best.pt but no ckpt.pt to go on from: {out}")
         return None
     state, now = load_checkpoint(path), asdict(config)
-    out = "choose another --out_dir, or --overwrite it"
     if state["tokenizer"] != meta["tokenizer"]:
         sys.exit(f"{path.parent} was trained with tokenizer {state['tokenizer']}, but data/{config.dataset} has "
                  f"{meta['tokenizer']}: {out}")
@@ -229,8 +234,8 @@ def open_run(config: Config, meta: dict) -> dict | None:
         sys.exit(f"{path} holds weights alone, as best.pt does, and cannot be trained on: {out}")
     for name, was in state["config"].items():
         longer = name == "max_iters" and now[name] > was
-        if name not in MAY_CHANGE and now[name] != was and not longer:
-            sys.exit(f"{path.parent} was trained with --{name} {was}, not {now[name]}: {out}")
+        if name not in MAY_CHANGE and now.get(name) != was and not longer:
+            sys.exit(f"{path.parent} was trained with --{name} {was}, not {now.get(name)}: {out}")
     if state["sha256"] != meta["sha256"]:
         sys.exit(f"{path.parent} was trained on another text than data/{config.dataset} holds now: {out}")
     return state
@@ -247,6 +252,24 @@ def learning_rate(step: int, config: Config) -> float:
     length = (config.lr_decay_iters or config.max_iters) - config.warmup_iters
     done = min(1.0, (step - 1 - config.warmup_iters) / length) if length > 0 else 1.0
     return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
+
+
+@contextmanager
+def locked(folder: Path):
+    """Make the run's folder, and keep other processes out of it meanwhile, where the system can."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        sys.exit(f"another process is training in {folder}: wait for it, or choose another --out_dir")
+    finally:
+        os.close(descriptor)
 
 
 def peak_memory(device: torch.device, reset: bool = False) -> float:
@@ -292,11 +315,17 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     peak_memory(device, reset=True)
 
     if state:
-        raw_model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        try:
+            raw_model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            sys.exit(f"{folder}/ckpt.pt does not fit this model.py ({type(error).__name__}): choose another --out_dir, or --overwrite it")
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
+        if row["best_step"] == row["step"]:     # a cut between the two saves may have lost this one
+            save({name: state[name] for name in ("format", "model", "model_config", "config", "tokenizer", "sha256", "row")},
+                 folder / "best.pt")
         if device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], device)
         print(f"{folder} goes on from step {row['step']}" + (
@@ -313,10 +342,11 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             sys.exit(f"torch.compile does not work here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}): "
                      "install a C++ compiler, or run with --no-compile")
 
-    if not state:
+    accumulate = config.gradient_accumulation_steps
+    x, y = get_batch(data["train"], config, row["step"] * accumulate, device)
+    if not state:       # all that can fail early has not failed
         for name in ("ckpt.pt", "best.pt", "log.csv", "config.json"):
             (folder / name).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
     about = {"config": asdict(config), "model": asdict(model_config), "data": meta, "where": where,
              "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
     beside = folder / "config.json.part"
@@ -329,12 +359,10 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     interactive = sys.stdout.isatty() and sys.stderr.isatty()
     bar = tqdm(total=config.max_iters, initial=row["step"], desc=config.norm, unit="step", disable=not interactive)
     say = bar.write if interactive else lambda line: print(line, flush=True)
-    accumulate = config.gradient_accumulation_steps
     tokens_per_step = config.batch_size * config.block_size * accumulate
     bad_streak = torch.zeros((), device=device)     # steps in a row without a finite loss and gradient
     start, first = time.perf_counter() - row["elapsed"], row["step"] + 1
     clock, clock_step = time.perf_counter(), row["step"]
-    x, y = get_batch(data["train"], config, row["step"] * accumulate, device)
 
     for step in range(first, config.max_iters + 1):
         lr = learning_rate(step, config)
@@ -394,12 +422,12 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
                 row |= {"val_loss": val_loss, "val_bits_per_byte": bpb, "best_step": step}
             state = {"format": FORMAT, "model": raw_model.state_dict(), "model_config": asdict(model_config),
                      "config": asdict(config), "tokenizer": meta["tokenizer"], "sha256": meta["sha256"], "row": row}
-            if best:
-                save(state, folder / "best.pt")
             save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "where": where,
                           "rng": torch.get_rng_state(),
                           "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None},
                  folder / "ckpt.pt")
+            if best:
+                save(state, folder / "best.pt")
             saved = step
         if stop and not last:
             say(f"stopped: step {step} is saved in {folder}, and the same command{' without --overwrite' * config.overwrite} "
@@ -415,8 +443,9 @@ def open_log(path: Path, step: int):
     """log.csv, open to go on after `step`; later lines, of steps that will be trained again, are dropped."""
     rows = []
     if step and path.exists():
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = [r for r in csv.reader(file) if len(r) == len(LOG_COLUMNS) and r[0].isdigit() and int(r[0]) <= step]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        rows = [r for r in (line.split(",") for line in lines)
+                if len(r) == len(LOG_COLUMNS) and r[0].isdecimal() and int(r[0]) <= step]
     beside = path.with_name("log.csv.part")
     with open(beside, "w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([LOG_COLUMNS, *rows])
@@ -441,7 +470,7 @@ def table(rows: list[dict], configs: list[Config]) -> str:
 
 def main(configs: list[Config]):
     """Train every config in turn and print the table. All are checked before the first starts."""
-    for console in (sys.stdout, sys.stderr):
+    for console in filter(None, (sys.stdout, sys.stderr)):
         console.reconfigure(errors="replace")   # what a console cannot show is no reason to stop
     if configs[0].device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: this torch sees no CUDA GPU; run with --device cpu")
@@ -460,23 +489,26 @@ def main(configs: list[Config]):
 
     stop = []
     def on_signal(number, _):
-        stop.append(number)
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        stop.append(number)     # a second one, of either kind, does not wait for the step
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     rows = []
     for config in configs:
-        rows.append(train(config, meta, data, device, stop))
+        with locked(Path(config.out_dir) / config.norm):
+            rows.append(train(config, meta, data, device, stop))
         if stop:
             break
     print(table(rows, configs), flush=True)
     if stop:
         sys.exit(128 + stop[0])
     if all(row["diverged"] for row in rows):
-        sys.exit(1)
+        sys.exit("every run diverged: lower --learning_rate or lengthen --warmup_iters")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(CONFIGS)
     except KeyboardInterrupt:
@@ -485,7 +517,7 @@ if __name__ == "__main__":
     except BrokenPipeError:     # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except torch.OutOfMemoryError:
-        sys.exit("out of GPU memory: halve --batch_size and double --gradient_accumulation_steps for the same steps")
+    except (torch.OutOfMemoryError, MemoryError):
+        sys.exit("out of memory: halve --batch_size and double --gradient_accumulation_steps for the same steps")
     except OSError as error:
-        sys.exit(f"train.py: {error}; what was saved before is intact")
+        sys.exit(f"--out_dir {CONFIGS[0].out_dir}: {error}; what was saved before is intact")

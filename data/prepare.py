@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import sysconfig
 import urllib.error
@@ -263,10 +264,11 @@ def prepare(sources: list[str], tokenizer: str | None = None, name: str | None =
             shards: int = 1) -> dict:
     """What the command does; returns meta. Anything a person can mend ends the program with one line."""
     name = name or Path(sources[0]).resolve().stem
-    if not re.fullmatch(r"[\w-][\w.-]*", name):
-        sys.exit(f"--name {name}: letters, digits, '_', '-' and '.' make a name")
-    if (HERE / name).exists() and not (HERE / name / "meta.json").exists():
-        sys.exit(f"{HERE / name} is there and is no dataset: choose another --name")
+    if not re.fullmatch(r"[\w-][\w.-]{,99}", name) or name == "downloads":
+        sys.exit(f"{name!r} cannot name a dataset: give a --name of up to 100 letters, digits, '_', '-' and '.'")
+    if (HERE / name).exists() and (not (HERE / name).is_dir() or
+                                   {f.name for f in (HERE / name).iterdir()} - {"train.bin", "val.bin", "meta.json"}):
+        sys.exit(f"{HERE / name} holds more than a dataset: move that away, or choose another --name")
     try:
         if sources == ["fineweb"]:
             if tokenizer not in (None, "gpt2"):
@@ -303,9 +305,14 @@ def main():
 
 
 if __name__ == "__main__":
-    for console in (sys.stdout, sys.stderr):
+    for console in filter(None, (sys.stdout, sys.stderr)):
         console.reconfigure(errors="replace")   # what a console cannot show is no reason to stop
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("interrupted; nothing was changed")
+    except BrokenPipeError:     # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        sys.exit(f"prepare.py: {error}")

@@ -401,12 +401,23 @@ def test_replaced_whole(here):
     """The same name again: nothing of the former dataset stays, and nothing lies beside it."""
     Path("x.txt").write_text("a long first text, longer than the next")
     first = prepare(["x.txt"])
-    (here / "x" / "stray").write_text("")
     (here / f".x.{os.getpid()}.part").mkdir()      # left by a killed run of the same process id, as containers have
     Path("x.txt").write_text("second")
     assert prepare(["x.txt"]) != first
     assert bytes(sum(ids_of(here / "x"), [])) == b"second"
     assert sorted(f.name for f in here.rglob("*")) == ["meta.json", "train.bin", "val.bin", "x"]
+
+
+def test_strangers_in_the_folder(here):
+    """A run's folder or notes put inside a dataset went when it was prepared again."""
+    Path("x.txt").write_text("a first text")
+    prepare(["x.txt"])
+    (here / "x" / "notes.md").write_text("mine")
+    with refused("holds more than a dataset", "--name"):
+        prepare(["x.txt"])
+    with refused("downloads"):
+        prepare(["x.txt"], name="downloads")
+    assert (here / "x" / "notes.md").exists()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])

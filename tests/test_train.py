@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 import data.prepare
 import geonorm
+import sample
 import train
 from model import GPT, NORMS, GPTConfig
 
@@ -525,6 +526,53 @@ def test_overwrite(tmp_path, monkeypatch, capsys):
     assert {int(s["step"]) for s in state["optimizer"]["state"].values()} == {6}
 
 
+def test_best_without_ckpt_is_not_deleted(tmp_path):
+    """With ckpt.pt gone the run would start anew over the best model: it is refused until --overwrite says so."""
+    run(tmp_path)
+    (tmp_path / "geo" / "ckpt.pt").unlink()
+    before = files(tmp_path)
+    assert "--overwrite" in refusal(run, tmp_path) and files(tmp_path) == before
+    run(tmp_path, "--overwrite")
+
+
+def test_cut_between_the_two_saves(tmp_path, monkeypatch):
+    """ckpt.pt is saved before best.pt; a kill between them must not lose the best model."""
+    run(tmp_path / "whole")
+    save = train.save
+
+    def cut(state, path):
+        if path.name == "best.pt":
+            raise PowerCut
+        save(state, path)
+    with monkeypatch.context() as m, pytest.raises(PowerCut):
+        m.setattr(train, "save", cut)
+        run(tmp_path / "cut")
+    assert not (tmp_path / "cut" / "geo" / "best.pt").exists()
+    monkeypatch.setattr(train, "evaluate", lambda *_: 9.0)      # no later one is better
+    run(tmp_path / "cut")
+    best = load(tmp_path / "cut" / "geo", "best.pt")
+    assert best["row"]["best_step"] == 4 and "optimizer" not in best
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    """They once wrote the same checkpoint at once."""
+    with train.locked(tmp_path / "geo"):
+        assert "another process" in refusal(run, tmp_path)
+    run(tmp_path)
+
+
+def test_checkpoint_of_another_model_py(tmp_path):
+    """A fork's checkpoint, after its placement was taken out again, is refused in one line by train.py and sample.py."""
+    run(tmp_path, "--max_iters", 4)
+    state = load(tmp_path / "geo")
+    weights = state["model"] | {"blocks.0.mlp.a": torch.zeros(())}
+    for changes in ({"model": weights}, {"optimizer": {"state": {}, "param_groups": []}}):
+        torch.save(state | changes, tmp_path / "geo" / "ckpt.pt")
+        assert "does not fit" in refusal(run, tmp_path, "--max_iters", 6)
+    torch.save(state | {"model_config": state["model_config"] | {"norm": "rezero"}}, tmp_path / "geo" / "best.pt")
+    assert "does not fit" in refusal(sample.load_model, tmp_path / "geo")
+
+
 def test_dataset_prepared_anew(own_data, tmp_path, monkeypatch):
     """Ids of another tokenizer once ran past the vocabulary: one line names both; another text is refused as well."""
     out = tmp_path / "out"
@@ -568,7 +616,7 @@ def test_all_diverged(tmp_path, capsys):
     flags = "--norm pre post --learning_rate 1e18 --grad_clip 0 --warmup_iters 0 --log_interval 1"
     code = exit_code(run, tmp_path, *flags.split())
     out = capsys.readouterr().out
-    assert code == 1 and out.count(" diverged at step ") == 4 and "Nothing was saved yet" in out
+    assert "every run diverged" in code and out.count(" diverged at step ") == 4 and "Nothing was saved yet" in out
     assert not list(tmp_path.rglob("*.pt"))
 
 
@@ -576,7 +624,7 @@ def test_val_diverged(tmp_path, monkeypatch, capsys):
     """A val loss that is not finite is no best, and its weights are not saved over good ones."""
     values = iter([5.0, math.nan])
     monkeypatch.setattr(train, "evaluate", lambda *_: next(values))
-    assert exit_code(run, tmp_path) == 1
+    assert "every run diverged" in refusal(run, tmp_path)
     assert capsys.readouterr().out.splitlines()[-1].endswith("diverged at step 8")
     assert load(tmp_path / "geo")["row"]["step"] == load(tmp_path / "geo", "best.pt")["row"]["step"] == 4
 
@@ -608,7 +656,8 @@ def test_skipped_steps_are_no_divergence(tmp_path, monkeypatch):
 def test_twenty_skips_are_a_divergence(tmp_path, monkeypatch, capsys):
     """A scale that falls without end is a divergence: 20 skips in a row, counted across log lines."""
     now = inject(monkeypatch, gradient=lambda norm, step: step >= 3)
-    assert exit_code(run, tmp_path, *"--dtype float16 --max_iters 40 --log_interval 5 --eval_interval 40".split()) == 1
+    flags = "--dtype float16 --max_iters 40 --log_interval 5 --eval_interval 40".split()
+    assert "every run diverged" in refusal(run, tmp_path, *flags)
     assert capsys.readouterr().out.splitlines()[-1].endswith("diverged at step 3") and now[0] == 25
 
 

@@ -1,0 +1,1 @@
+"""A package of its own, so that no other `data` on the path is taken for this one."""
