@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -68,7 +69,7 @@ def safe_cut(text: str, start: int = 0) -> int:
     newlines only. They look ahead in white space alone, and the left part ends in something else; they never look behind.
     After the space would be wrong: in "a  b" the pieces are "a", " ", " b", but "a  " alone has the piece "  ".
     """
-    for begin in (max(start, len(text) - 4096), start):
+    for begin in (max(start, len(text) - 512), start):
         ends = [match.end() for match in SAFE.finditer(text, begin)]
         if ends:
             return ends[-1]
@@ -193,8 +194,10 @@ def prepare_text(name: str, source: str, files: list[Path], n_train: int | None,
         chunks = read_chunks([file for file, size in files if size], boundary, as_text, writer.meta)
         while batch := list(islice(chunks, 4 * workers if as_text else 1)):
             texts = [chunk for _, chunk in batch if chunk is not None]
-            encoded = iter(tokenizer.encode_ordinary_batch(texts, num_threads=workers) if as_text
-                           else [np.frombuffer(chunk, np.uint8) for chunk in texts])
+            if as_text:     # numpy reads an array twice as fast as a list
+                encoded = (array("I", ids) for ids in tokenizer.encode_ordinary_batch(texts, num_threads=workers))
+            else:
+                encoded = (np.frombuffer(chunk, np.uint8) for chunk in texts)
             for split, chunk in batch:
                 if chunk is None:
                     writer.put(split, [tokenizer.eot_token], 0)

@@ -1,4 +1,5 @@
 """The README's code, run as it stands there."""
+import json
 import os
 import re
 import shlex
@@ -83,3 +84,14 @@ def test_fifth_placement(copy):
     assert "rezero" in run.stdout.splitlines()[-1]
     names = torch.load(copy / "out/rezero/ckpt.pt", weights_only=True)["model"]
     assert "blocks.0.mlp.a" in names and "blocks.0.mlp.norm_in.weight" not in names
+
+
+def test_bench(tmp_path):
+    """The timing script runs, and writes what it prints."""
+    out = tmp_path / "out.json"
+    flags = "step --rounds 1 --no-compiled --norm pre geo --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 2 --device cpu"
+    run = subprocess.run([sys.executable, ROOT / "tests/bench.py", *flags.split(), "--json", out], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [row["norm"] for row in rows] == ["pre", "geo", "plain nanoGPT"] and rows[0]["ratio"] == 1
+    assert all(row["ms"] > 0 and row["peak MB"] > 10 for row in rows)
