@@ -137,7 +137,7 @@ def load_data(config: Config) -> tuple[dict, dict[str, np.ndarray]]:
         data = {split: np.memmap(folder / f"{split}.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r") for split in sizes}
         if any(len(data[split]) != sizes[split] for split in sizes):
             raise ValueError("its files and its meta.json differ in length")
-        if data["val"].max() >= meta["vocab_size"] or not {"tokenizer", "sha256"} < meta.keys() or meta["val_bytes"] < 1:
+        if max(ids.max() for ids in data.values()) >= meta["vocab_size"] or not {"tokenizer", "sha256"} < meta.keys() or meta["val_bytes"] < 1:
             raise ValueError("its meta.json does not fit its files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"data/{config.dataset} is damaged ({error}): make it again with data/prepare.py")
@@ -517,7 +517,9 @@ if __name__ == "__main__":
     except BrokenPipeError:     # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:    # torch's CPU allocator has no error of its own
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(error):
+            raise
         sys.exit("out of memory: halve --batch_size and double --gradient_accumulation_steps for the same steps")
     except OSError as error:
         sys.exit(f"--out_dir {CONFIGS[0].out_dir}: {error}; what was saved before is intact")

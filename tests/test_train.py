@@ -554,6 +554,13 @@ def test_cut_between_the_two_saves(tmp_path, monkeypatch):
     assert best["row"]["best_step"] == 4 and "optimizer" not in best
 
 
+def test_ids_past_the_vocabulary(own_data, tmp_path):
+    """They ended in an IndexError of the embedding, in the middle of a run."""
+    with open(own_data / "train.bin", "r+b") as file:
+        file.write(b"\xff\xff")
+    assert "damaged" in refusal(run, tmp_path / "out")
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path):
     """They once wrote the same checkpoint at once."""
     with train.locked(tmp_path / "geo"):
