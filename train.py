@@ -65,6 +65,11 @@ class Config:
     geo_max_angle: float = flag(math.pi / 4, "geo: largest turn of one sublayer, radians")
     geo_p: float = flag(math.inf, "geo: the retraction p*atan(t/p); inf is the exponential map", high=math.inf)
 
+    @property
+    def folder(self) -> Path:
+        """The run's folder: all that it writes, and what the same command goes on from."""
+        return Path(self.out_dir) / self.norm
+
 
 PRESETS = {
     "tiny": {},     # the size of nanoGPT's CPU settings
@@ -114,6 +119,7 @@ from model import GPT, GPTConfig
 
 LOG_COLUMNS = "step,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,elapsed_seconds".split(",")
 FORMAT = "nanonorm 1"
+BEST = ("format", "model", "model_config", "config", "tokenizer", "sha256", "row")      # of ckpt.pt, what best.pt holds
 
 
 # ---------------------------------------------------------------------------------------------------------- data
@@ -219,7 +225,7 @@ def load_checkpoint(path: Path) -> dict:
 
 def open_run(config: Config, meta: dict) -> dict | None:
     """The checkpoint that this run goes on from, or None to start; a run with other settings is refused in one line."""
-    path, out = Path(config.out_dir) / config.norm / "ckpt.pt", "choose another --out_dir, or --overwrite it"
+    path, out = config.folder / "ckpt.pt", "choose another --out_dir, or --overwrite it"
     if config.overwrite:
         return None
     if not path.exists():
@@ -242,6 +248,12 @@ def open_run(config: Config, meta: dict) -> dict | None:
 
 
 # ------------------------------------------------------------------------------------------------------ training
+
+def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
+    """The run's model on a vocabulary of that size; raises ValueError for what GPTConfig refuses."""
+    shared = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    return GPTConfig(vocab_size=vocab_size, **shared)
+
 
 def learning_rate(step: int, config: Config) -> float:
     """nanoGPT's: linear warm-up, then a cosine from learning_rate to min_lr, which the step after lr_decay_iters meets.
@@ -292,10 +304,10 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
 
     A loss or gradient that is not finite ends the run with `diverged` in the row; its last checkpoint stays. With
     float16 the scaler skips such gradients, and only 20 skips in a row count."""
-    folder = Path(config.out_dir) / config.norm
+    folder = config.folder
     state = open_run(config, meta)
     torch.manual_seed(config.seed)
-    model_config = GPTConfig(**{f.name: getattr(config, f.name, meta["vocab_size"]) for f in fields(GPTConfig)})
+    model_config = gpt_config(config, meta["vocab_size"])
     raw_model = GPT(model_config).to(device)    # state dicts are of this one, whether or not it is compiled
     row = {"norm": config.norm, "parameters": sum(p.numel() for p in raw_model.parameters()), "val_loss": math.inf,
            "best_step": 0, "train_seconds": 0.0, "peak_memory": 0.0, "elapsed": 0.0, "step": 0, "diverged": None}
@@ -324,8 +336,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
         if row["best_step"] == row["step"]:     # a cut between the two saves may have lost this one
-            save({name: state[name] for name in ("format", "model", "model_config", "config", "tokenizer", "sha256", "row")},
-                 folder / "best.pt")
+            save({name: state[name] for name in BEST}, folder / "best.pt")
         if device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], device)
         print(f"{folder} goes on from step {row['step']}" + (
@@ -421,13 +432,13 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             if best:
                 row |= {"val_loss": val_loss, "val_bits_per_byte": bpb, "best_step": step}
             state = {"format": FORMAT, "model": raw_model.state_dict(), "model_config": asdict(model_config),
-                     "config": asdict(config), "tokenizer": meta["tokenizer"], "sha256": meta["sha256"], "row": row}
-            save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "where": where,
-                          "rng": torch.get_rng_state(),
-                          "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None},
-                 folder / "ckpt.pt")
+                     "config": asdict(config), "tokenizer": meta["tokenizer"], "sha256": meta["sha256"], "row": row,
+                     "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "where": where,
+                     "rng": torch.get_rng_state(),
+                     "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
+            save(state, folder / "ckpt.pt")
             if best:
-                save(state, folder / "best.pt")
+                save({name: state[name] for name in BEST}, folder / "best.pt")
             saved = step
         if stop and not last:
             say(f"stopped: step {step} is saved in {folder}, and the same command{' without --overwrite' * config.overwrite} "
@@ -478,7 +489,7 @@ def main(configs: list[Config]):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for config in configs:
         try:
-            GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"})
+            gpt_config(config, vocab_size=1)    # the dataset, which may have to be made first, tells the real one
         except ValueError as error:
             print(f"train.py: {error}; see --help", file=sys.stderr)
             sys.exit(2)
@@ -496,7 +507,7 @@ def main(configs: list[Config]):
         signal.signal(number, on_signal)
     rows = []
     for config in configs:
-        with locked(Path(config.out_dir) / config.norm):
+        with locked(config.folder):
             rows.append(train(config, meta, data, device, stop))
         if stop:
             break

@@ -107,13 +107,11 @@ class Writer:
             if error is None:
                 text = json.dumps(self.meta | {"sha256": self.sha256.hexdigest()}, indent=1)
                 (self.beside / "meta.json").write_text(text, encoding="utf-8")
+                old = self.beside.with_suffix(".old")
                 if self.path.exists():
-                    old = self.beside.with_suffix(".old")
                     os.rename(self.path, old)
-                    os.rename(self.beside, self.path)
-                    shutil.rmtree(old)
-                else:
-                    os.rename(self.beside, self.path)
+                os.rename(self.beside, self.path)
+                shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(self.beside, ignore_errors=True)
 

@@ -115,14 +115,29 @@ def make_step(name: str, config, device, compiled: bool):
     return step, sum(p.numel() for p in model.parameters())
 
 
-def step_memory(name, config, device, compiled, answer):
-    """In a process of its own: the peak MB of three training steps of one norm."""
+def answer_with(function, args, answer):
+    answer.put(function(*args))
+
+
+def in_own_process(function, *args):
+    """What function(*args) returns in a fresh process, where nothing else has used memory."""
+    spawn = multiprocessing.get_context("spawn")
+    answer = spawn.Queue()
+    process = spawn.Process(target=answer_with, args=(function, args, answer))
+    process.start()
+    value = answer.get()
+    process.join()
+    return value
+
+
+def step_memory(name, config, device, compiled) -> float:
+    """The peak MB of two training steps of one norm, after a first one."""
     step, _ = make_step(name, config, device, compiled)
     step()
     peak_memory(device, reset=True)
     for _ in range(2):
         step()
-    answer.put(peak_memory(device))
+    return peak_memory(device)
 
 
 def bench_step(args, config, device):
@@ -134,12 +149,7 @@ def bench_step(args, config, device):
         made = {name: make_step(name, config, device, compiled) for name in names}
         seconds = paired({name: step for name, (step, _) in made.items()}, args.rounds, device)
         for name, (_, count) in made.items():
-            spawn = multiprocessing.get_context("spawn")
-            answer = spawn.Queue()
-            process = spawn.Process(target=step_memory, args=(name, config, device, compiled, answer))
-            process.start()
-            memory = answer.get()
-            process.join()
+            memory = in_own_process(step_memory, name, config, device, compiled)
             t = statistics.median(seconds[name])
             flops = tokens * (6 * count + 12 * config.n_layer * config.n_embd * config.block_size)
             rows.append({"norm": name, "mode": "compiled" if compiled else "eager", "ms": 1e3 * t, "ratio": ratio(seconds, name, names[0]),
@@ -216,21 +226,16 @@ def bench_prepare(args, config, device):
             for what in functions:
                 rows.append({"tokenizer": name, "program": what, "MB/s": size / statistics.median(seconds[what]) / 1e6,
                              "rate to tiktoken": ratio(seconds, "tiktoken", what) if name != "bytes" else math.nan})
-            spawn = multiprocessing.get_context("spawn")
-            answer = spawn.Queue()
-            process = spawn.Process(target=prepare_memory, args=(args.file, name, folder, answer))
-            process.start()
-            rows[-len(functions)]["peak MB"] = answer.get()
-            process.join()
+            rows[-len(functions)]["peak MB"] = in_own_process(prepare_memory, args.file, name, folder)
     return rows
 
 
-def prepare_memory(file, tokenizer, folder, answer):
-    """In a process of its own: the peak MB of preparing a file. The imports, torch's among them, are counted."""
+def prepare_memory(file, tokenizer, folder) -> float:
+    """The peak MB of preparing a file. The imports, torch's among them, are counted."""
     data.prepare.HERE = Path(folder)
     peak_memory(torch.device("cpu"), reset=True)
     data.prepare.prepare([file], tokenizer, "memory")
-    answer.put(peak_memory(torch.device("cpu")))
+    return peak_memory(torch.device("cpu"))
 
 
 def show(rows: list[dict]):

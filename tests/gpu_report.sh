@@ -8,7 +8,7 @@ folder=${1:?usage: gpu_report.sh FOLDER TEXT_FILE}
 text=${2:?usage: gpu_report.sh FOLDER TEXT_FILE}
 mkdir -p "$folder"
 begin=$SECONDS
-left() { echo $((460 - SECONDS + begin)); }
+left() { local s=$((460 - SECONDS + begin)); echo $((s > 1 ? s : 1)); }     # `timeout 0` would mean no limit
 gpt2="--preset gpt2 --norm pre geo" baby="--preset baby" train="--preset baby" device=cuda
 if [[ ${DEVICE:-cuda} == cpu ]]; then
     device=cpu
