@@ -1,11 +1,13 @@
 """Train one GPT per norm placement on the same batches, and compare them in one table.
 
     python train.py --norm pre post peri geo                # four tiny models on Python's own source, on a CPU
+    python train.py --norm pre geo --learning_rate 1e-3 3e-3 --seed 1 2 3       # every combination: 12 runs
     python train.py --norm geo --dataset mine --preset baby # your text (data/prepare.py), one GPU
     python train.py --norm geo --dataset fineweb --preset gpt2
 
-A run is a folder, OUT_DIR/NORM with ckpt.pt, best.pt (lowest val loss), log.csv and config.json, and the same command
-goes on where it was cut off. One Ctrl-C saves and leaves. Losses are nats/token.
+A run is a folder in OUT_DIR, named by its norm and what else varies, with ckpt.pt, best.pt (lowest val loss), log.csv,
+depth.csv and config.json; the same command goes on where it was cut off. One Ctrl-C saves and leaves. Several runs are
+also compared in OUT_DIR/compare.csv and, with matplotlib, compare.png. Losses are nats/token.
 """
 import argparse
 import csv
@@ -14,11 +16,13 @@ import math
 import os
 import platform
 import signal
+import statistics
 import sys
 import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,10 +35,12 @@ def flag(default, help, low=-1e18, high=1e18, choices=None):
 
 @dataclass
 class Config:
-    """One run. Each field is a flag of the same name; the defaults are the preset `tiny`."""
-    norm: str = flag("geo", "norm placement; several are trained one after the other", choices=("pre", "post", "peri", "geo"))
+    """One run. Each field is a flag of the same name; the defaults are the preset `tiny`.
+
+    `folder` is where the run writes, and what the same command goes on from; a sweep adds to its name what varies."""
+    norm: str = flag("geo", "norm placement", choices=("pre", "post", "peri", "geo"))
     dataset: str = flag("stdlib", "the folder data/DATASET, made by data/prepare.py")
-    out_dir: str = flag("out", "the runs' folders are OUT_DIR/NORM")
+    out_dir: str = flag("out", "where the runs' folders are")
     preset: str = flag("tiny", "defaults of the other flags: tiny (CPU), baby (any GPU), gpt2 (124M, 24 GB)", choices=("tiny", "baby", "gpt2"))
     overwrite: bool = flag(False, "start anew, and throw away what is in the run's folder")
     eval_interval: int = flag(250, "steps between evaluations, each with a checkpoint", 1)
@@ -63,12 +69,10 @@ class Config:
     compile: bool | None = flag(None, "torch.compile (default: on CUDA)")
     geo_decay: str = flag("sqrt", "geo: how the steps shrink with depth", choices=("none", "harmonic", "sqrt", "linear"))
     geo_max_angle: float = flag(math.pi / 4, "geo: largest turn of one sublayer, radians")
-    geo_p: float = flag(math.inf, "geo: the retraction p*atan(t/p); inf is the exponential map", high=math.inf)
+    geo_p: float = flag(math.inf, "geo: the retraction p*atan(t/p); inf is the exponential map", 1e-9, math.inf)
 
-    @property
-    def folder(self) -> Path:
-        """The run's folder: all that it writes, and what the same command goes on from."""
-        return Path(self.out_dir) / self.norm
+    def __post_init__(self):
+        self.folder = Path(self.out_dir) / self.norm
 
 
 PRESETS = {
@@ -78,13 +82,16 @@ PRESETS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=8, gradient_accumulation_steps=60,
                  learning_rate=6e-4, warmup_iters=700, max_iters=19000, beta2=0.95, eval_interval=500, eval_iters=200),
 }
+SWEPT = ("seed", "norm", "geo_decay", "geo_p", "learning_rate")     # take several values; the first changes last
 # What only observes, or says where it runs, may differ when a run goes on.
 MAY_CHANGE = {"out_dir", "preset", "overwrite", "eval_interval", "log_interval", "device", "dtype", "compile"}
 
 
 def parse_args(args: list[str] | None = None) -> list[Config]:
-    """One Config per norm asked for. A wrong flag or value ends the program with one line and exit code 2."""
-    parser = argparse.ArgumentParser(description="Train GPTs that differ in the placement of their norms alone.",
+    """One Config a run: every combination of the values given, where those of geo_* vary `geo` alone. A wrong flag or
+    value ends the program with one line and exit code 2."""
+    parser = argparse.ArgumentParser(description="Train GPTs that differ in the placement of their norms alone. "
+                                     f"Of {', '.join(SWEPT)}, several values make a sweep.",
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; see --help\n")
     for f in fields(Config):
@@ -94,15 +101,24 @@ def parse_args(args: list[str] | None = None) -> list[Config]:
             parser.add_argument(f"--{f.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text,
-                                **({"nargs": "+", "action": "extend"} if f.name == "norm" else {}))
+                                **({"nargs": "+", "action": "extend"} if f.name in SWEPT else {}))
     given = vars(parser.parse_args(args))
-    norms = list(dict.fromkeys(given.pop("norm", ["geo"])))
-    configs = [Config(**(PRESETS[given.get("preset", "tiny")] | given), norm=norm) for norm in norms]
     for f in fields(Config):
-        value, low, high = getattr(configs[0], f.name), f.metadata["low"], f.metadata["high"]
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            parser.error(f"--{f.name} must be in {low:g}..{high:g}, not {value}")
-    return configs
+        low, high = f.metadata["low"], f.metadata["high"]
+        for value in given.get(f.name, []) if f.name in SWEPT else [given.get(f.name)]:
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                parser.error(f"--{f.name} must be in {low:g}..{high:g}, not {value}")
+    axes = {name: given.pop(name) for name in SWEPT if name in given}
+    configs = {}
+    for values in product(*axes.values()):
+        chosen = dict(zip(axes, values))
+        if chosen.get("norm", "geo") != "geo":
+            chosen = {name: value for name, value in chosen.items() if not name.startswith("geo_")}
+        config = Config(**(PRESETS[given.get("preset", "tiny")] | given | chosen))
+        varies = [f"{name}={value}" for name, value in chosen.items() if name != "norm" and len(set(axes[name])) > 1]
+        config.folder = Path(config.out_dir, "-".join([config.norm, *varies]))
+        configs.setdefault(config.folder, config)
+    return list(configs.values())
 
 
 if __name__ == "__main__":      # before torch is imported, so that --help and a wrong flag answer at once
@@ -111,14 +127,16 @@ if __name__ == "__main__":      # before torch is imported, so that --help and a
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from data.prepare import prepare
 from model import GPT, GPTConfig
 
+DEPTH_COLUMNS = "step,layer,sublayer,stream_rms,update_rms,angle,grad_norm".split(",")
 LOG_COLUMNS = "step,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,elapsed_seconds".split(",")
-FORMAT = "nanonorm 1"
+FORMAT = "nanonorm 2"
 BEST = ("format", "model", "model_config", "config", "tokenizer", "sha256", "row")      # of ckpt.pt, what best.pt holds
 
 
@@ -284,6 +302,37 @@ def locked(folder: Path):
         os.close(descriptor)
 
 
+def depth_profile(model: GPT, data: np.ndarray, config: Config, step: int, device: torch.device) -> list[list]:
+    """What each sublayer does to the stream: a line of depth.csv each, in order of depth, at `step` steps of training.
+
+    stream_rms: root mean square of the stream it hands on. update_rms: that of the change it made, in units of the
+    stream it met. angle: mean turn of a token's stream, radians. grad_norm: of all weights of its layer.
+    Measured in float32 without dropout, on the first batch of val, at most 4,096 tokens: the same each time."""
+    x, y, _ = next(val_batches(data, config))
+    whole = (y >= 0).all(dim=1).nonzero()[:max(1, 4096 // config.block_size), 0]    # no padding
+    changes = []
+
+    def watch(residual, inputs, after):
+        before, after = inputs[0].detach(), after.detach()
+        u, v = F.normalize(before, dim=-1), F.normalize(after, dim=-1)
+        turn = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))      # exact at small angles, as acos is not
+        rms = [t.square().mean().sqrt() for t in (before, after, after - before)]
+        changes.append(torch.stack((rms[1], rms[2] / rms[0], turn.mean())))
+
+    sublayers = [(layer, name, f) for layer, block in enumerate(model.blocks) for name, f in block.named_children()]
+    hooks = [f.register_forward_hook(watch) for _, _, f in sublayers]
+    model.eval()
+    _, loss = model(x[whole].to(device), y[whole].to(device))
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    weights = [list(block.parameters()) for block in model.blocks]
+    grads = iter(torch.autograd.grad(loss, [p for layer in weights for p in layer]))
+    grad_norms = [torch.nn.utils.get_total_norm([next(grads) for _ in layer]).item() for layer in weights]
+    return [[step, layer, name, *change.tolist(), grad_norms[layer]]
+            for (layer, name, _), change in zip(sublayers, changes)]
+
+
 def peak_memory(device: torch.device, reset: bool = False) -> float:
     """Peak memory in MB since the last reset: CUDA's allocations, or on Linux the process; elsewhere nan."""
     if device.type == "cuda":
@@ -310,7 +359,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     model_config = gpt_config(config, meta["vocab_size"])
     raw_model = GPT(model_config).to(device)    # state dicts are of this one, whether or not it is compiled
     row = {"norm": config.norm, "parameters": sum(p.numel() for p in raw_model.parameters()), "val_loss": math.inf,
-           "best_step": 0, "train_seconds": 0.0, "peak_memory": 0.0, "elapsed": 0.0, "step": 0, "diverged": None}
+           "val_bits_per_byte": math.inf, "best_step": 0, "train_seconds": 0.0, "peak_memory": 0.0, "elapsed": 0.0, "step": 0, "diverged": None, "depth": []}
     if state:
         row = state["row"]
         if row["step"] >= config.max_iters:
@@ -324,7 +373,6 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     optimizer = torch.optim.AdamW(raw_model.param_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=True)
     use_compile = device.type == "cuda" if config.compile is None else config.compile
     where = f"{device.type}, {dtype}{', compiled' if use_compile else ''}"
-    peak_memory(device, reset=True)
 
     if state:
         try:
@@ -344,9 +392,14 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             if config.max_iters != state["config"]["max_iters"] else "") + (
             f"; on {where} after {state['where']}, so not bit for bit" if where != state["where"] else ""), flush=True)
 
+    row["depth"] = row["depth"][:2 * config.n_layer]    # of the start; a larger max_iters moves the last step
+    if not row["depth"]:
+        row["depth"] = depth_profile(raw_model, data["val"], config, 0, device)
+    peak_memory(device, reset=True)
     model = raw_model
     if use_compile:     # the first call compiles: fail now, not after the first log line
         try:
+            torch.compiler.reset()      # else the runs of a sweep share one limit of compilations, and the fifth is eager
             model = torch.compile(raw_model)
             evaluate(model, data["val"][:config.block_size + 1], config, device, autocast)
         except Exception as error:
@@ -356,19 +409,20 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     accumulate = config.gradient_accumulation_steps
     x, y = get_batch(data["train"], config, row["step"] * accumulate, device)
     if not state:       # all that can fail early has not failed
-        for name in ("ckpt.pt", "best.pt", "log.csv", "config.json"):
+        for name in ("ckpt.pt", "best.pt", "log.csv", "depth.csv", "config.json"):
             (folder / name).unlink(missing_ok=True)
     about = {"config": asdict(config), "model": asdict(model_config), "data": meta, "where": where,
              "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
     beside = folder / "config.json.part"
     beside.write_text(json.dumps(about, indent=1), encoding="utf-8")
     os.replace(beside, folder / "config.json")
+    write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth"])
     saved = row["step"]
     log_file = open_log(folder / "log.csv", saved)
     log = csv.writer(log_file, lineterminator="\n")
 
     interactive = sys.stdout.isatty() and sys.stderr.isatty()
-    bar = tqdm(total=config.max_iters, initial=row["step"], desc=config.norm, unit="step", disable=not interactive)
+    bar = tqdm(total=config.max_iters, initial=row["step"], desc=folder.name, unit="step", disable=not interactive)
     say = bar.write if interactive else lambda line: print(line, flush=True)
     tokens_per_step = config.batch_size * config.block_size * accumulate
     bad_streak = torch.zeros((), device=device)     # steps in a row without a finite loss and gradient
@@ -412,7 +466,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
         val_loss = evaluate(model, data["val"], config, device, autocast) if evaluating and not diverged else None
         if diverged or val_loss is not None and not math.isfinite(val_loss):
             row["diverged"] = step - max(int(bad), 1) + 1
-            say(f"{config.norm} diverged at step {row['diverged']}: its loss or gradient is not finite, most likely from too "
+            say(f"{folder.name} diverged at step {row['diverged']}: its loss or gradient is not finite, most likely from too "
                 "high a learning rate; lower --learning_rate or lengthen --warmup_iters. " + (
                 f"The checkpoint in {folder} is of step {saved}." if saved else "Nothing was saved yet."))
             break
@@ -424,9 +478,12 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
                 train_loss, val_loss, bpb, lr, grad_norm, speed, row["elapsed"])])
             bar.set_postfix_str(f"loss {train_loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s")
             if val_loss is not None:
-                say(f"{config.norm} step {step}: train {train_loss:.4f}, val {val_loss:.4f} nats/token, {bpb:.4f} bits/byte")
+                say(f"{folder.name} step {step}: train {train_loss:.4f}, val {val_loss:.4f} nats/token, {bpb:.4f} bits/byte")
             elif not interactive:
-                say(f"{config.norm} step {step}: train {train_loss:.4f}, lr {lr:.2e}, {speed:,.0f} tokens/s")
+                say(f"{folder.name} step {step}: train {train_loss:.4f}, lr {lr:.2e}, {speed:,.0f} tokens/s")
+        if last:
+            row["depth"] += depth_profile(raw_model, data["val"], config, step, device)
+            write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth"])
         if evaluating or stop:
             best = val_loss is not None and val_loss < row["val_loss"]
             if best:
@@ -450,6 +507,14 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     return row
 
 
+def write_csv(path: Path, columns: list[str], rows: list[list]):
+    """Write a whole table beside path and put it there."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+    os.replace(beside, path)
+
+
 def open_log(path: Path, step: int):
     """log.csv, open to go on after `step`; later lines, of steps that will be trained again, are dropped."""
     rows = []
@@ -457,26 +522,156 @@ def open_log(path: Path, step: int):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         rows = [r for r in (line.split(",") for line in lines)
                 if len(r) == len(LOG_COLUMNS) and r[0].isdecimal() and int(r[0]) <= step]
-    beside = path.with_name("log.csv.part")
-    with open(beside, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([LOG_COLUMNS, *rows])
-    os.replace(beside, path)
+    write_csv(path, LOG_COLUMNS, rows)
     return open(path, "a", encoding="utf-8", newline="", buffering=1)
 
 
+# ---------------------------------------------------------------------------------------------------- comparison
+
+def group(rows: list[dict], configs: list[Config]) -> dict[tuple, dict[float, dict[int, dict]]]:
+    """The rows by setting, which is (norm, geo_decay, geo_p), then by learning rate, then by seed."""
+    groups = {}
+    for row, c in zip(rows, configs):
+        groups.setdefault((c.norm, c.geo_decay, c.geo_p), {}).setdefault(c.learning_rate, {})[c.seed] = row
+    return groups
+
+
+def val_losses(seeds: dict[int, dict]) -> dict[int, float]:
+    """Val loss by seed, nats/token, of the runs that did not diverge."""
+    return {seed: row["val_loss"] for seed, row in seeds.items() if row["best_step"] and not row["diverged"]}
+
+
+def best_rate(rates: dict[float, dict[int, dict]]) -> float:
+    """The learning rate with the fewest diverged runs, and among these with the lowest mean val loss."""
+    def rank(rate):
+        losses = val_losses(rates[rate])
+        return len(rates[rate]) - len(losses), statistics.mean(losses.values() or [math.inf])
+    return min(rates, key=rank)
+
+
+def depth_summary(row: dict, config: Config) -> dict[str, float]:
+    """Of the last step's profile: RMS of the stream after the last layer by that after the first, largest by smallest
+    gradient norm of a layer, and mean angle, radians. nan for a run that did not come so far."""
+    last = row["depth"][2 * config.n_layer:] or [[math.nan] * len(DEPTH_COLUMNS)] * 2
+    _, _, _, rms, _, angle, grad = zip(*last)
+    return {"rms_last_first": rms[-1] / rms[1], "grad_max_min": max(grad) / (min(grad) or math.nan), "mean_angle": statistics.mean(angle)}
+
+
+def label(setting: tuple, groups: dict) -> str:
+    """The norm, and of its geo_* what varies among the settings."""
+    norm, geo_decay, geo_p = setting
+    decays, ps = ({other[i] for other in groups if other[0] == norm} for i in (1, 2))
+    return norm + f" {geo_decay}" * (len(decays) > 1) + f" p={geo_p:g}" * (len(ps) > 1)
+
+
 def table(rows: list[dict], configs: list[Config]) -> str:
-    """The comparison, one line a run."""
-    lines = [f"{'norm':6}{'parameters':>12}{'val nats/token':>16}{'val bits/byte':>15}{'best step':>11}{'tokens/s':>11}{'peak MB':>9}"]
-    for row, config in zip(rows, configs):
-        line = f"{row['norm']:6}{row['parameters']:12,}"
-        if row["best_step"]:
-            line += f"{row['val_loss']:16.4f}{row['val_bits_per_byte']:15.4f}{row['best_step']:11}"
-        else:
-            line += f"{'-':>16}{'-':>15}{'-':>11}"
-        tokens = config.batch_size * config.block_size * config.gradient_accumulation_steps * row["step"]
-        line += f"{tokens / max(row['train_seconds'], 1e-9):11,.0f}{row['peak_memory']:9,.0f}"
-        lines.append(line + (f"  diverged at step {row['diverged']}" if row["diverged"] else ""))
-    return "\n".join(lines)
+    """The comparison, one line a setting and learning rate, with means over the seeds.
+
+    Val loss has its standard deviation in brackets, and the best of several rates a star. `minus` is the difference
+    from the first setting at its best rate, seed by seed, on the same batches: mean and standard error."""
+    groups, lines, c = group(rows, configs), [], configs[0]
+    first = next(iter(groups))
+    base = val_losses(groups[first][best_rate(groups[first])])
+    mean = lambda values, form: format(statistics.mean(values), form) if values else "-"
+    deviation = lambda values, form: form.format(statistics.stdev(values)) if len(values) > 1 else ""
+    for (norm, geo_decay, geo_p), rates in groups.items():
+        for rate, seeds in rates.items():
+            runs, losses = list(seeds.values()), val_losses(seeds)
+            fine = [seeds[seed] for seed in losses]
+            minus = [loss - base[seed] for seed, loss in losses.items() if seed in base]
+            tokens = c.batch_size * c.block_size * c.gradient_accumulation_steps * sum(row["step"] for row in runs)
+            lines.append({
+                "norm": norm,
+                "geo_decay": geo_decay if norm == "geo" else "-",
+                "geo_p": f"{geo_p:g}" if norm == "geo" else "-",
+                "learning_rate": f"{rate:g}" + "*" * (len(rates) > 1 and len(losses) > 0 and rate == best_rate(rates)),
+                "parameters": f"{runs[0]['parameters']:,}",
+                "val nats/token": mean(losses.values(), ".4f") + deviation(losses.values(), " ({:.4f})"),
+                "val bits/byte": mean([row["val_bits_per_byte"] for row in fine], ".4f"),
+                f"minus {label(first, groups)}": mean(minus, "+.4f") + deviation([m / len(minus) ** 0.5 for m in minus], " ± {:.4f}"),
+                "best step": mean([row["best_step"] for row in fine], ".0f"),
+                "tokens/s": f"{tokens / max(sum(row['train_seconds'] for row in runs), 1e-9):,.0f}",
+                "peak MB": f"{max(row['peak_memory'] for row in runs):,.0f}",
+            } | {name: mean([depth_summary(row, c)[name] for row in fine], ".3f") for name in depth_summary(runs[0], c)} | {
+                "": ", ".join(f"seed {seed} " * (len(seeds) > 1) + f"diverged at step {row['diverged']}"
+                              for seed, row in seeds.items() if row["diverged"])})
+    silent = {name for name in ("geo_decay", "geo_p", "learning_rate") if len({getattr(c, name) for c in configs}) == 1}
+    columns = [name for name in lines[0] if name not in silent and not (len(lines) == 1 and name.startswith("minus"))]
+    lines.insert(0, {name: name for name in columns})
+    width = {name: max(len(line[name]) for line in lines) for name in columns}
+    return "\n".join("  ".join(f"{line[name]:{'<' if name in ('norm', '') else '>'}{width[name]}}" for name in columns).rstrip()
+                     for line in lines)
+
+
+def write_comparison(rows: list[dict], configs: list[Config]):
+    """OUT_DIR/compare.csv, one line a run: its folder, every setting it was trained with, every result, and last its
+    times, seconds. Peak memory, which no two runs repeat either, stands in the table alone."""
+    results, lines = ("parameters", "val_loss", "val_bits_per_byte", "best_step", "step", "diverged"), []
+    for row, c in zip(rows, configs):
+        trained = json.loads((c.folder / "config.json").read_text(encoding="utf-8"))["config"]
+        lines.append({"run": c.folder.name}
+                     | {name: value for name, value in trained.items() if name not in ("out_dir", "overwrite")}
+                     | {name: row[name] for name in results} | depth_summary(row, c)
+                     | {"train_seconds": row["train_seconds"], "elapsed_seconds": row["elapsed"]})
+    write_csv(Path(configs[0].out_dir, "compare.csv"), list(lines[0]), [list(line.values()) for line in lines])
+
+
+def draw_comparison(rows: list[dict], configs: list[Config]):
+    """OUT_DIR/compare.png: val loss by step and by learning rate, stream RMS and gradient norm by depth. A norm has one
+    colour, and each of its settings a line style; all but the second panel show means over the seeds at its best rate."""
+    path, L = Path(configs[0].out_dir, "compare.png"), configs[0].n_layer
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {path}: for the figure, `pip install matplotlib` and run the same command again", flush=True)
+        return
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    by_step, by_rate, stream, gradient = axes = figure.subplots(2, 2).ravel()
+    groups = group(rows, configs)
+    norms = list(dict.fromkeys(c.norm for c in configs))
+    for setting, rates in groups.items():
+        best, kin = best_rate(rates), [other for other in groups if other[0] == setting[0]]
+        i, j = norms.index(setting[0]), kin.index(setting)
+        style = {"color": f"C{i}", "marker": "os^DvPX"[i % 7], "markersize": 4, "linestyle": ("-", "--", ":", "-.")[j % 4]}
+        curves = []
+        for c in configs:
+            if (c.norm, c.geo_decay, c.geo_p, c.learning_rate) == (*setting, best):
+                with open(c.folder / "log.csv", encoding="utf-8", newline="") as file:
+                    curves.append({int(r["step"]): float(r["val_loss"]) for r in csv.DictReader(file) if r["val_loss"]})
+        steps = sorted(set.intersection(*map(set, curves)))
+        by_step.plot(steps, [statistics.mean(curve[step] for curve in curves) for step in steps], label=label(setting, groups), **style)
+
+        losses = {rate: list(val_losses(rates[rate]).values()) for rate in sorted(rates)}
+        whole = [rate for rate in losses if len(losses[rate]) == len(rates[rate])]
+        by_rate.errorbar(whole, [statistics.mean(losses[rate]) for rate in whole], capsize=3,
+                         yerr=[statistics.stdev(losses[rate]) if len(losses[rate]) > 1 else 0 for rate in whole], **style)
+        for rate in losses.keys() - whole:
+            by_rate.plot(rate, 0.97, **style | {"marker": "x"}, transform=by_rate.get_xaxis_transform())
+
+        depth = np.array([[line[3:] for line in row["depth"]] for row in rates[best].values() if len(row["depth"]) == 4 * L])
+        if len(depth):
+            (first_rms, last_rms), (first_grad, last_grad) = depth.mean(0)[:, 0].reshape(2, 2 * L), depth.mean(0)[1::2, 3].reshape(2, L)
+            for rms, grad, weight in ((first_rms, first_grad, {"alpha": 0.35, "linewidth": 1}), (last_rms, last_grad, {})):
+                stream.plot(np.arange(1, 2 * L + 1) / 2, rms, **style, **weight)
+                gradient.plot(np.arange(1, L + 1), grad, **style, **weight)
+    by_step.set(title="Validation loss", xlabel="step", ylabel="nats/token")
+    by_rate.set(title="Validation loss" + ", mean and standard deviation" * (len({c.seed for c in configs}) > 1)
+                + " (x: diverged)" * any(row["diverged"] for row in rows), xlabel="peak learning rate", ylabel="nats/token", xscale="log")
+    stream.set(title="Residual stream after each sublayer (faint: at the start)", xlabel="layer", ylabel="RMS")
+    gradient.set(title="Gradient of a layer's weights (faint: at the start)", xlabel="layer", ylabel="norm")
+    rates = sorted({c.learning_rate for c in configs})
+    by_rate.set_xticks(rates, labels=[f"{rate:g}" for rate in rates])
+    by_rate.minorticks_off()
+    by_step.legend()
+    for ax in (stream, gradient):
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.locator_params(axis="x", integer=True)
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    beside = path.with_name("compare.part.png")
+    figure.savefig(beside, dpi=150)
+    os.replace(beside, path)
 
 
 def main(configs: list[Config]):
@@ -496,7 +691,8 @@ def main(configs: list[Config]):
     meta, data = load_data(configs[0])
     for config in configs:
         open_run(config, meta)
-    print(json.dumps(asdict(configs[0]) | {"norm": [c.norm for c in configs]}, ensure_ascii=False), flush=True)
+    swept = {name: list(dict.fromkeys(getattr(c, name) for c in configs)) for name in SWEPT}
+    print(json.dumps(asdict(configs[0]) | {name: v for name, v in swept.items() if len(v) > 1}, ensure_ascii=False), flush=True)
 
     stop = []
     def on_signal(number, _):
@@ -514,6 +710,9 @@ def main(configs: list[Config]):
     print(table(rows, configs), flush=True)
     if stop:
         sys.exit(128 + stop[0])
+    if len(configs) > 1:
+        write_comparison(rows, configs)
+        draw_comparison(rows, configs)
     if all(row["diverged"] for row in rows):
         sys.exit("every run diverged: lower --learning_rate or lengthen --warmup_iters")
 

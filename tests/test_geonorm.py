@@ -4,8 +4,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
 from geonorm import DECAYS, GeoNorm, geodesic_update, update_decay
+from model import GPTConfig, Residual
 
 
 def restated(x, g, scale=1.0, bias=0.0, decay=1.0, max_angle=math.pi / 4, p=math.inf):
@@ -26,7 +28,7 @@ def restated(x, g, scale=1.0, bias=0.0, decay=1.0, max_angle=math.pi / 4, p=math
 
 def angle(x, y):
     """Angle in radians between rows, in float64; atan2 is exact at small angles, where acos is not."""
-    x, y = (torch.nn.functional.normalize(a.double(), dim=-1) for a in (x, y))
+    x, y = (nn.functional.normalize(a.double(), dim=-1) for a in (x, y))
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 
@@ -101,7 +103,7 @@ def test_gradient_at_no_update():
 def test_edges_are_finite(x_is, g_is, size, bias, dtype):
     torch.manual_seed(0)
     x = {"random": torch.randn(4, 384), "zero": torch.zeros(4, 384), "huge": torch.full((4, 384), 300.0)}[x_is].to(dtype)
-    g = size * torch.nn.functional.normalize(torch.randn(4, 384).to(dtype) if g_is == "random" else x, dim=-1)
+    g = size * nn.functional.normalize(torch.randn(4, 384).to(dtype) if g_is == "random" else x, dim=-1)
     leaves = [x.requires_grad_(), g.requires_grad_(), torch.ones((), requires_grad=True), torch.tensor(bias, requires_grad=True)]
     y = geodesic_update(*leaves)
     y.sum().backward()
@@ -158,11 +160,11 @@ def test_p_is_the_family_of_retractions():
 def test_post_norm_is_the_step_to_first_order():
     """method of the papers: RMSNorm without gain projects x + g to the sphere; the geodesic differs in second order."""
     torch.manual_seed(0)
-    x = torch.nn.functional.rms_norm(torch.randn(9, 32, dtype=torch.float64), (32,))
+    x = nn.functional.rms_norm(torch.randn(9, 32, dtype=torch.float64), (32,))
     g = torch.randn(9, 32, dtype=torch.float64)
 
     def gap(size):
-        return (torch.nn.functional.rms_norm(x + size * g, (32,)) - geodesic_update(x, size * g)).norm()
+        return (nn.functional.rms_norm(x + size * g, (32,)) - geodesic_update(x, size * g)).norm()
     assert gap(1e-3) / gap(1e-4) == pytest.approx(100, rel=0.05)
 
 
@@ -212,3 +214,75 @@ def test_module_has_two_scalars_and_uses_them():
     torch.nn.init.constant_(step.bias, 0.2)
     expected, _ = restated(x, g, 0.5, 0.2, 0.25, 1.0, 2.0)
     assert torch.allclose(step(x, g).double(), expected, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------- Pre and Post as sphere steps
+
+def N(z: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(z, z.shape[-1:], eps=1e-30)
+
+
+def length(z: torch.Tensor) -> torch.Tensor:
+    return z.norm(dim=-1, keepdim=True)
+
+
+def split(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and v of g = a x + v, v tangent at x."""
+    a = (g * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+    return a, g - a * x
+
+
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    """x on the sphere of radius sqrt(16) = 4, and tangents v with |v|/|x| from 1e-6 to 0.75, below the clamp pi/4."""
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 50, 16, dtype=torch.float64)
+    return N(x), N(split(x, g)[1]) * torch.logspace(-6, math.log10(0.75), 50, dtype=torch.float64)[:, None]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-12):
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_post_is_a_sphere_step():
+    """N(x + g) is the sphere step with p = 1, and the part a x of g only makes it a step by v/(1 + a)."""
+    x, v = points()
+    close(N(x + v), geodesic_update(x, v, p=1.0))
+    a = torch.linspace(-0.9, 3, 50, dtype=torch.float64)[:, None]
+    v = v * (1 + a).clamp(max=1)            # |v|/((1 + a)|x|) stays below the clamp
+    close(N(x + a * x + v), geodesic_update(x, v / (1 + a), p=1.0))
+    close(angle(x, N(x + a * x + v)), torch.atan(length(v) / ((1 + a) * length(x)))[:, 0])
+    close(geodesic_update(x, a * x + v, p=1.0), N(x + v))       # geo looks at v alone
+
+
+def test_pre_is_a_sphere_step():
+    """Under Pre the direction u of a stream moves as Post's does, by the step f(N(x))/|x|: the longer x, the shorter."""
+    x, v = points()
+    u, v = x / 4, v / 8
+    r = torch.linspace(-0.3, 2, 50, dtype=torch.float64)[:, None]
+    f = r * u + v                           # f(N(x)), which knows nothing of the length s of x = s u
+    for s in (1.0, 2.0, 4.0):
+        y = s * u + f
+        close(y / length(y), (u + f / s) / length(u + f / s))
+        close(N(y), N(N(s * u) + 4 * f / s))                        # Post's projection, on its sphere of radius 4
+        a, tangent = split(s * u, f)
+        close(y / length(y), geodesic_update(u, tangent / ((1 + a) * s), p=1.0))
+        close(angle(u, y).tan(), (length(v) / (s + r))[:, 0])
+        close(angle(u, s * u + v).tan() * s, length(v)[:, 0])       # where f is tangent, twice the length is half of it
+
+
+def test_residuals_are_sphere_steps():
+    """model.Residual itself: Post's update and the direction of Pre's are those steps, up to RMSNorm's eps; and Post is
+    geo with p = 1 and no decay where the sublayer's output is tangent."""
+    x, _ = points()
+    f = nn.Linear(16, 16, bias=False).double()
+    pre, post, geo = (Residual(GPTConfig(16, 300, 2, 2, 16, norm=norm, geo_decay="none", geo_p=1.0), 1, f).double()
+                      for norm in ("pre", "post", "geo"))
+    with torch.no_grad():
+        f.weight *= 0.4                     # angles below the clamp
+        a, v = split(x, f(x))
+        close(post(x), geodesic_update(x, v / (1 + a), p=1.0), 1e-5)
+        for s in (0.5, 1.0, 2.0):
+            a, v = split(s * x, f(x))       # N(s x) = x
+            close(N(pre(s * x)), geodesic_update(x, v / ((1 + a) * s), p=1.0), 1e-5)
+        f.weight -= f.weight.clone().T      # antisymmetric: f(x) is tangent at x
+        close(post(x), geo(x), 1e-5)

@@ -184,7 +184,7 @@ def cut_at(monkeypatch, k: int):
     ("--learning 1e-3", "--learning"), ("--dtype bf16", "bfloat16"), ("--device gpu", "cuda"),
     ("--learning_rate -1", "--learning_rate"), ("--learning_rate nan", "--learning_rate"),
     ("--max_iters 0", "--max_iters"), ("--max_iters 1.5", "--max_iters"), ("--eval_interval 0", "--eval_interval"),
-    ("--geo_decay cubic", "harmonic"), ("--seed -1", "--seed"), ("--preset huge", "baby"), ("stray", "stray")])
+    ("--geo_decay cubic", "harmonic"), ("--norm pre --geo_p 0", "--geo_p"), ("--learning_rate 1e-3 -1", "--learning_rate"), ("--seed -1", "--seed"), ("--preset huge", "baby"), ("stray", "stray")])
 def test_wrong_flag(flags, says):
     """A misspelt flag or value once ended in a traceback, or trained something else; here one line and exit 2."""
     done = cli(*flags.split())
@@ -194,7 +194,7 @@ def test_wrong_flag(flags, says):
 
 @pytest.mark.parametrize("flags, says", [
     ("--n_embd 130 --n_head 4", "n_head"), ("--n_embd 12 --n_head 4", "rotary"), ("--block_size 0", "block_size"),
-    ("--dropout 1", "dropout"), ("--n_layer 0", "n_layer"), ("--geo_p 0", "p must be above 0"),
+    ("--dropout 1", "dropout"), ("--n_layer 0", "n_layer"), 
     ("--geo_max_angle 4", "max_angle")])
 def test_impossible_model(flags, says, tmp_path, capsys):
     """A model that cannot be built is one line and exit 2, before anything is written."""
@@ -359,7 +359,7 @@ def test_same_start_same_batches(tmp_path, monkeypatch, capsys):
     assert "\r" not in out
     table = out.splitlines()[-5:]
     assert [line.split()[0] for line in table] == ["norm", *NORMS]
-    assert [line.split()[4] for line in table[1:]] == ["3"] * 4
+    assert [line.split()[5] for line in table[1:]] == ["3"] * 4
     counts = [sum(p.numel() for p in GPT(GPTConfig(16, 257, 2, 2, 16, norm=norm)).parameters()) for norm in NORMS]
     assert [int(line.split()[1].replace(",", "")) for line in table[1:]] == counts
 
@@ -479,11 +479,11 @@ def test_killed_twice(tmp_path, monkeypatch):
 def test_same_command_again(tmp_path, capsys):
     """A finished run says so and stays as it is, byte for byte; other logging is no other run."""
     run(tmp_path, "--norm", "pre", "geo")
-    before, first = files(tmp_path), capsys.readouterr().out.splitlines()
+    before, first = (files(tmp_path / "pre"), files(tmp_path / "geo")), capsys.readouterr().out.splitlines()
     for flags in ([], ["--eval_interval", 3, "--log_interval", 1, "--no-compile"]):
         run(tmp_path, "--norm", "pre", "geo", *flags)
         out = capsys.readouterr().out.splitlines()
-        assert files(tmp_path) == before and sum("is finished" in line for line in out) == 2
+        assert (files(tmp_path / "pre"), files(tmp_path / "geo")) == before and sum("is finished" in line for line in out) == 2
         assert [line.split()[:5] for line in out[-2:]] == [line.split()[:5] for line in first[-2:]]
 
 
@@ -612,7 +612,7 @@ def test_divergence(where, dtype, tmp_path, monkeypatch, capsys):
     assert ended == {"post": 6, "geo": 16}
     assert "post diverged at step 5" in out and "learning_rate" in out and "is of step 4" in out
     post, geo = out.splitlines()[-2:]
-    assert post.endswith("diverged at step 5") and "diverged" not in geo and geo.split()[4] != "-"
+    assert post.endswith("diverged at step 5") and "diverged" not in geo and geo.split()[2] != "-"
     state = train.load_checkpoint(tmp_path / "post" / "ckpt.pt")
     assert state["row"]["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
     assert steps(tmp_path / "post") == [1, 3, 4] and steps(tmp_path / "geo")[-1] == 16
@@ -709,7 +709,7 @@ def test_checkpoints_hold_plain_data(tmp_path):
         assert state["format"] == train.FORMAT and state["tokenizer"] == "bytes" and state["row"]["step"] == 6
         json.dumps({k: state[k] for k in ("config", "model_config", "row")})
         GPT(GPTConfig(**state["model_config"])).load_state_dict(state["model"])
-    assert sorted(f.name for f in (tmp_path / "geo").iterdir()) == ["best.pt", "ckpt.pt", "config.json", "log.csv"]
+    assert sorted(f.name for f in (tmp_path / "geo").iterdir()) == ["best.pt", "ckpt.pt", "config.json", "depth.csv", "log.csv"]
 
 
 def test_bad_checkpoints(tmp_path, recwarn):
