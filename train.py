@@ -132,11 +132,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.prepare import prepare
-from model import GPT, GPTConfig
+from model import GPT, NORMS, GPTConfig
 
 DEPTH_COLUMNS = "step,layer,sublayer,stream_rms,update_rms,angle,grad_norm".split(",")
 LOG_COLUMNS = "step,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,elapsed_seconds".split(",")
 FORMAT = "nanonorm 2"
+ANEW = "choose another --out_dir, delete that folder, or --overwrite every run of this command"
 BEST = ("format", "model", "model_config", "config", "tokenizer", "sha256", "row")      # of ckpt.pt, what best.pt holds
 
 
@@ -216,14 +217,23 @@ def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
 
 # --------------------------------------------------------------------------------------------------- checkpoints
 
-def save(state: dict, path: Path):
-    """Write a checkpoint beside path and put it there whole; if it cannot be written, what was there stays."""
-    beside = path.with_name(path.name + ".part")
+@contextmanager
+def whole(path: Path):
+    """A path beside `path` to write to, which is then put there whole; if it cannot be, what was there stays."""
+    beside = path.with_name("part." + path.name)
     try:
-        torch.save(state, beside)
+        yield beside
         os.replace(beside, path)
-    except (OSError, RuntimeError) as error:
+    finally:
         beside.unlink(missing_ok=True)
+
+
+def save(state: dict, path: Path):
+    """Write a checkpoint; if it cannot be written, the program ends with one line, and what was there stays."""
+    try:
+        with whole(path) as beside:
+            torch.save(state, beside)
+    except (OSError, RuntimeError) as error:
         sys.exit(f"could not save {path} ({error}): what was saved before is intact; make room and run again")
 
 
@@ -237,31 +247,30 @@ def load_checkpoint(path: Path) -> dict:
             raise ValueError("it holds something else")
         return state
     except Exception as error:      # torch.load meets a damaged file with errors of many types
-        sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): choose another --out_dir, or "
-                 "train it anew with --overwrite")
+        sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): {ANEW}")
 
 
 def open_run(config: Config, meta: dict) -> dict | None:
     """The checkpoint that this run goes on from, or None to start; a run with other settings is refused in one line."""
-    path, out = config.folder / "ckpt.pt", "choose another --out_dir, or --overwrite it"
+    path = config.folder / "ckpt.pt"
     if config.overwrite:
         return None
     if not path.exists():
         if path.with_name("best.pt").exists():
-            sys.exit(f"{path.parent} holds best.pt but no ckpt.pt to go on from: {out}")
+            sys.exit(f"{path.parent} holds best.pt but no ckpt.pt to go on from: {ANEW}")
         return None
     state, now = load_checkpoint(path), asdict(config)
     if state["tokenizer"] != meta["tokenizer"]:
         sys.exit(f"{path.parent} was trained with tokenizer {state['tokenizer']}, but data/{config.dataset} has "
-                 f"{meta['tokenizer']}: {out}")
+                 f"{meta['tokenizer']}: {ANEW}")
     if "optimizer" not in state:
-        sys.exit(f"{path} holds weights alone, as best.pt does, and cannot be trained on: {out}")
+        sys.exit(f"{path} holds weights alone, as best.pt does, and cannot be trained on: {ANEW}")
     for name, was in state["config"].items():
         longer = name == "max_iters" and now[name] > was
         if name not in MAY_CHANGE and now.get(name) != was and not longer:
-            sys.exit(f"{path.parent} was trained with --{name} {was}, not {now.get(name)}: {out}")
+            sys.exit(f"{path.parent} was trained with --{name} {was}, not {now.get(name)}: {ANEW}")
     if state["sha256"] != meta["sha256"]:
-        sys.exit(f"{path.parent} was trained on another text than data/{config.dataset} holds now: {out}")
+        sys.exit(f"{path.parent} was trained on another text than data/{config.dataset} holds now: {ANEW}")
     return state
 
 
@@ -309,7 +318,7 @@ def depth_profile(model: GPT, data: np.ndarray, config: Config, step: int, devic
     stream it met. angle: mean turn of a token's stream, radians. grad_norm: of all weights of its layer.
     Measured in float32 without dropout, on the first batch of val, at most 4,096 tokens: the same each time."""
     x, y, _ = next(val_batches(data, config))
-    whole = (y >= 0).all(dim=1).nonzero()[:max(1, 4096 // config.block_size), 0]    # no padding
+    full = (y >= 0).all(dim=1).nonzero()[:max(1, 4096 // config.block_size), 0]    # no padding
     changes = []
 
     def watch(residual, inputs, after):
@@ -322,12 +331,12 @@ def depth_profile(model: GPT, data: np.ndarray, config: Config, step: int, devic
     sublayers = [(layer, name, f) for layer, block in enumerate(model.blocks) for name, f in block.named_children()]
     hooks = [f.register_forward_hook(watch) for _, _, f in sublayers]
     model.eval()
-    _, loss = model(x[whole].to(device), y[whole].to(device))
+    _, loss = model(x[full].to(device), y[full].to(device))
     model.train()
     for hook in hooks:
         hook.remove()
     weights = [list(block.parameters()) for block in model.blocks]
-    grads = iter(torch.autograd.grad(loss, [p for layer in weights for p in layer]))
+    grads = iter(torch.autograd.grad(loss, [p for layer in weights for p in layer], allow_unused=True, materialize_grads=True))
     grad_norms = [torch.nn.utils.get_total_norm([next(grads) for _ in layer]).item() for layer in weights]
     return [[step, layer, name, *change.tolist(), grad_norms[layer]]
             for (layer, name, _), change in zip(sublayers, changes)]
@@ -358,13 +367,15 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     torch.manual_seed(config.seed)
     model_config = gpt_config(config, meta["vocab_size"])
     raw_model = GPT(model_config).to(device)    # state dicts are of this one, whether or not it is compiled
-    row = {"norm": config.norm, "parameters": sum(p.numel() for p in raw_model.parameters()), "val_loss": math.inf,
-           "val_bits_per_byte": math.inf, "best_step": 0, "train_seconds": 0.0, "peak_memory": 0.0, "elapsed": 0.0, "step": 0, "diverged": None, "depth": []}
+    row = {"parameters": sum(p.numel() for p in raw_model.parameters()), "step": 0, "diverged": None, "val_curve": [],
+           "val_loss": math.inf, "val_bits_per_byte": math.inf, "best_step": 0, "depth_start": [], "depth_end": [],
+           "train_seconds": 0.0, "elapsed": 0.0, "peak_memory": 0.0, "config": asdict(config)}
     if state:
         row = state["row"]
         if row["step"] >= config.max_iters:
             print(f"{folder} is finished: val {row['val_loss']:.4f} nats/token at step {row['best_step']}; nothing to do", flush=True)
             return row
+        row |= {"config": asdict(config), "depth_end": []}     # a larger max_iters moves the end
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
@@ -379,7 +390,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             raw_model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
-            sys.exit(f"{folder}/ckpt.pt does not fit this model.py ({type(error).__name__}): choose another --out_dir, or --overwrite it")
+            sys.exit(f"{folder}/ckpt.pt does not fit this model.py ({type(error).__name__}): {ANEW}")
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
@@ -392,9 +403,8 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             if config.max_iters != state["config"]["max_iters"] else "") + (
             f"; on {where} after {state['where']}, so not bit for bit" if where != state["where"] else ""), flush=True)
 
-    row["depth"] = row["depth"][:2 * config.n_layer]    # of the start; a larger max_iters moves the last step
-    if not row["depth"]:
-        row["depth"] = depth_profile(raw_model, data["val"], config, 0, device)
+    if not state:
+        row["depth_start"] = depth_profile(raw_model, data["val"], config, 0, device)
     peak_memory(device, reset=True)
     model = raw_model
     if use_compile:     # the first call compiles: fail now, not after the first log line
@@ -413,10 +423,10 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             (folder / name).unlink(missing_ok=True)
     about = {"config": asdict(config), "model": asdict(model_config), "data": meta, "where": where,
              "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
-    beside = folder / "config.json.part"
-    beside.write_text(json.dumps(about, indent=1), encoding="utf-8")
-    os.replace(beside, folder / "config.json")
-    write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth"])
+    with whole(folder / "config.json") as beside:
+        beside.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    if not state:
+        write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth_start"])
     saved = row["step"]
     log_file = open_log(folder / "log.csv", saved)
     log = csv.writer(log_file, lineterminator="\n")
@@ -478,12 +488,13 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
                 train_loss, val_loss, bpb, lr, grad_norm, speed, row["elapsed"])])
             bar.set_postfix_str(f"loss {train_loss:.3f}, lr {lr:.1e}, {speed:,.0f} tokens/s")
             if val_loss is not None:
+                row["val_curve"].append([step, val_loss])
                 say(f"{folder.name} step {step}: train {train_loss:.4f}, val {val_loss:.4f} nats/token, {bpb:.4f} bits/byte")
             elif not interactive:
                 say(f"{folder.name} step {step}: train {train_loss:.4f}, lr {lr:.2e}, {speed:,.0f} tokens/s")
         if last:
-            row["depth"] += depth_profile(raw_model, data["val"], config, step, device)
-            write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth"])
+            row["depth_end"] = depth_profile(raw_model, data["val"], config, step, device)
+            write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth_start"] + row["depth_end"])
         if evaluating or stop:
             best = val_loss is not None and val_loss < row["val_loss"]
             if best:
@@ -508,11 +519,9 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
 
 
 def write_csv(path: Path, columns: list[str], rows: list[list]):
-    """Write a whole table beside path and put it there."""
-    beside = path.with_name(path.name + ".part")
-    with open(beside, "w", encoding="utf-8", newline="") as file:
+    """Write a whole table."""
+    with whole(path) as beside, open(beside, "w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([columns, *rows])
-    os.replace(beside, path)
 
 
 def open_log(path: Path, step: int):
@@ -549,12 +558,16 @@ def best_rate(rates: dict[float, dict[int, dict]]) -> float:
     return min(rates, key=rank)
 
 
-def depth_summary(row: dict, config: Config) -> dict[str, float]:
+def depth_summary(row: dict) -> dict[str, float]:
     """Of the last step's profile: RMS of the stream after the last layer by that after the first, largest by smallest
     gradient norm of a layer, and mean angle, radians. nan for a run that did not come so far."""
-    last = row["depth"][2 * config.n_layer:] or [[math.nan] * len(DEPTH_COLUMNS)] * 2
-    _, _, _, rms, _, angle, grad = zip(*last)
+    _, _, _, rms, _, angle, grad = zip(*row["depth_end"] or [[math.nan] * len(DEPTH_COLUMNS)] * 2)
     return {"rms_last_first": rms[-1] / rms[1], "grad_max_min": max(grad) / (min(grad) or math.nan), "mean_angle": statistics.mean(angle)}
+
+
+def values_of(name: str, configs: list[Config]) -> list:
+    """What the runs have for a flag, each value once; geo_* counts for `geo` alone."""
+    return list(dict.fromkeys(getattr(c, name) for c in configs if c.norm == "geo" or not name.startswith("geo_")))
 
 
 def label(setting: tuple, groups: dict) -> str:
@@ -577,7 +590,7 @@ def table(rows: list[dict], configs: list[Config]) -> str:
     for (norm, geo_decay, geo_p), rates in groups.items():
         for rate, seeds in rates.items():
             runs, losses = list(seeds.values()), val_losses(seeds)
-            fine = [seeds[seed] for seed in losses]
+            finished = [seeds[seed] for seed in losses]
             minus = [loss - base[seed] for seed, loss in losses.items() if seed in base]
             tokens = c.batch_size * c.block_size * c.gradient_accumulation_steps * sum(row["step"] for row in runs)
             lines.append({
@@ -587,15 +600,16 @@ def table(rows: list[dict], configs: list[Config]) -> str:
                 "learning_rate": f"{rate:g}" + "*" * (len(rates) > 1 and len(losses) > 0 and rate == best_rate(rates)),
                 "parameters": f"{runs[0]['parameters']:,}",
                 "val nats/token": mean(losses.values(), ".4f") + deviation(losses.values(), " ({:.4f})"),
-                "val bits/byte": mean([row["val_bits_per_byte"] for row in fine], ".4f"),
-                f"minus {label(first, groups)}": mean(minus, "+.4f") + deviation([m / len(minus) ** 0.5 for m in minus], " ± {:.4f}"),
-                "best step": mean([row["best_step"] for row in fine], ".0f"),
+                "val bits/byte": mean([row["val_bits_per_byte"] for row in finished], ".4f"),
+                f"minus {label(first, groups)}": "-" if losses == base else (   # a standard error is a deviation by sqrt(n)
+                    mean(minus, "+.4f") + deviation([m / len(minus) ** 0.5 for m in minus], " ± {:.4f}")),
+                "best step": mean([row["best_step"] for row in finished], ".0f"),
                 "tokens/s": f"{tokens / max(sum(row['train_seconds'] for row in runs), 1e-9):,.0f}",
                 "peak MB": f"{max(row['peak_memory'] for row in runs):,.0f}",
-            } | {name: mean([depth_summary(row, c)[name] for row in fine], ".3f") for name in depth_summary(runs[0], c)} | {
+            } | {name: mean([depth_summary(row)[name] for row in finished], ".4g") for name in depth_summary(runs[0])} | {
                 "": ", ".join(f"seed {seed} " * (len(seeds) > 1) + f"diverged at step {row['diverged']}"
                               for seed, row in seeds.items() if row["diverged"])})
-    silent = {name for name in ("geo_decay", "geo_p", "learning_rate") if len({getattr(c, name) for c in configs}) == 1}
+    silent = {name for name in ("geo_decay", "geo_p", "learning_rate") if len(values_of(name, configs)) < 2}
     columns = [name for name in lines[0] if name not in silent and not (len(lines) == 1 and name.startswith("minus"))]
     lines.insert(0, {name: name for name in columns})
     width = {name: max(len(line[name]) for line in lines) for name in columns}
@@ -606,72 +620,67 @@ def table(rows: list[dict], configs: list[Config]) -> str:
 def write_comparison(rows: list[dict], configs: list[Config]):
     """OUT_DIR/compare.csv, one line a run: its folder, every setting it was trained with, every result, and last its
     times, seconds. Peak memory, which no two runs repeat either, stands in the table alone."""
-    results, lines = ("parameters", "val_loss", "val_bits_per_byte", "best_step", "step", "diverged"), []
-    for row, c in zip(rows, configs):
-        trained = json.loads((c.folder / "config.json").read_text(encoding="utf-8"))["config"]
-        lines.append({"run": c.folder.name}
-                     | {name: value for name, value in trained.items() if name not in ("out_dir", "overwrite")}
-                     | {name: row[name] for name in results} | depth_summary(row, c)
-                     | {"train_seconds": row["train_seconds"], "elapsed_seconds": row["elapsed"]})
+    settings = [f.name for f in fields(Config) if f.name not in ("out_dir", "overwrite")]
+    results = ["parameters", "val_loss", "val_bits_per_byte", "best_step", "step", "diverged"]
+    lines = [{"run": c.folder.name} | {name: row["config"].get(name) for name in settings} | {name: row[name] for name in results}
+             | depth_summary(row) | {"train_seconds": row["train_seconds"], "elapsed_seconds": row["elapsed"]}
+             for row, c in zip(rows, configs)]
     write_csv(Path(configs[0].out_dir, "compare.csv"), list(lines[0]), [list(line.values()) for line in lines])
 
 
 def draw_comparison(rows: list[dict], configs: list[Config]):
     """OUT_DIR/compare.png: val loss by step and by learning rate, stream RMS and gradient norm by depth. A norm has one
-    colour, and each of its settings a line style; all but the second panel show means over the seeds at its best rate."""
-    path, L = Path(configs[0].out_dir, "compare.png"), configs[0].n_layer
+    colour, and each of its settings a line style. Means over the seeds that did not diverge, at the best rate but in the
+    second panel, whose bars are standard deviations."""
+    path = Path(configs[0].out_dir, "compare.png")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no {path}: for the figure, `pip install matplotlib` and run the same command again", flush=True)
+        print(f"{path} was not drawn: `pip install matplotlib`, and run the same command again", flush=True)
         return
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8), constrained_layout=True)
     by_step, by_rate, stream, gradient = axes = figure.subplots(2, 2).ravel()
     groups = group(rows, configs)
-    norms = list(dict.fromkeys(c.norm for c in configs))
     for setting, rates in groups.items():
-        best, kin = best_rate(rates), [other for other in groups if other[0] == setting[0]]
-        i, j = norms.index(setting[0]), kin.index(setting)
+        i = NORMS.index(setting[0])
+        j = [other for other in groups if other[0] == setting[0]].index(setting)
         style = {"color": f"C{i}", "marker": "os^DvPX"[i % 7], "markersize": 4, "linestyle": ("-", "--", ":", "-.")[j % 4]}
-        curves = []
-        for c in configs:
-            if (c.norm, c.geo_decay, c.geo_p, c.learning_rate) == (*setting, best):
-                with open(c.folder / "log.csv", encoding="utf-8", newline="") as file:
-                    curves.append({int(r["step"]): float(r["val_loss"]) for r in csv.DictReader(file) if r["val_loss"]})
-        steps = sorted(set.intersection(*map(set, curves)))
+        for rate, seeds in rates.items():
+            if len(val_losses(seeds)) < len(seeds):
+                by_rate.plot(rate, 0.97 - 0.04 * i, **style | {"marker": "x"}, transform=by_rate.get_xaxis_transform())
+        losses = {rate: list(val_losses(rates[rate]).values()) for rate in sorted(rates) if val_losses(rates[rate])}
+        by_rate.errorbar(list(losses), [statistics.mean(v) for v in losses.values()], capsize=3,
+                         yerr=[statistics.stdev(v) if len(v) > 1 else 0 for v in losses.values()], **style)
+
+        best = rates[best_rate(rates)]
+        finished = [best[seed] for seed in val_losses(best)]
+        curves = [dict(row["val_curve"]) for row in finished]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
         by_step.plot(steps, [statistics.mean(curve[step] for curve in curves) for step in steps], label=label(setting, groups), **style)
-
-        losses = {rate: list(val_losses(rates[rate]).values()) for rate in sorted(rates)}
-        whole = [rate for rate in losses if len(losses[rate]) == len(rates[rate])]
-        by_rate.errorbar(whole, [statistics.mean(losses[rate]) for rate in whole], capsize=3,
-                         yerr=[statistics.stdev(losses[rate]) if len(losses[rate]) > 1 else 0 for rate in whole], **style)
-        for rate in losses.keys() - whole:
-            by_rate.plot(rate, 0.97, **style | {"marker": "x"}, transform=by_rate.get_xaxis_transform())
-
-        depth = np.array([[line[3:] for line in row["depth"]] for row in rates[best].values() if len(row["depth"]) == 4 * L])
-        if len(depth):
-            (first_rms, last_rms), (first_grad, last_grad) = depth.mean(0)[:, 0].reshape(2, 2 * L), depth.mean(0)[1::2, 3].reshape(2, L)
-            for rms, grad, weight in ((first_rms, first_grad, {"alpha": 0.35, "linewidth": 1}), (last_rms, last_grad, {})):
-                stream.plot(np.arange(1, 2 * L + 1) / 2, rms, **style, **weight)
-                gradient.plot(np.arange(1, L + 1), grad, **style, **weight)
+        for when, weight in (("depth_start", {"alpha": 0.35, "linewidth": 1}), ("depth_end", {})):
+            profiles = [row[when] for row in finished if row[when]]
+            depth = np.array([[line[3:] for line in profile] for profile in profiles]).mean(0) if profiles else np.empty((0, 4))
+            stream.plot(np.arange(1, len(depth) + 1) / 2, depth[:, 0], **style, **weight)
+            gradient.plot(np.arange(1, len(depth) // 2 + 1), depth[1::2, 3], **style, **weight)
     by_step.set(title="Validation loss", xlabel="step", ylabel="nats/token")
-    by_rate.set(title="Validation loss" + ", mean and standard deviation" * (len({c.seed for c in configs}) > 1)
-                + " (x: diverged)" * any(row["diverged"] for row in rows), xlabel="peak learning rate", ylabel="nats/token", xscale="log")
+    by_rate.set(title="Validation loss" + " (x: diverged)" * any(row["diverged"] for row in rows), xlabel="peak learning rate",
+                ylabel="nats/token", xscale="log")
     stream.set(title="Residual stream after each sublayer (faint: at the start)", xlabel="layer", ylabel="RMS")
     gradient.set(title="Gradient of a layer's weights (faint: at the start)", xlabel="layer", ylabel="norm")
-    rates = sorted({c.learning_rate for c in configs})
-    by_rate.set_xticks(rates, labels=[f"{rate:g}" for rate in rates])
+    ticks = sorted(values_of("learning_rate", configs))
+    by_rate.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
     by_rate.minorticks_off()
     by_step.legend()
     for ax in (stream, gradient):
         ax.set_yscale("log", base=2)
+        low, high = np.log2(ax.get_ylim())
+        ax.set_ylim(2 ** np.floor(low), 2 ** np.ceil(high))     # ticks stand at powers of 2: at least two of them
         ax.yaxis.set_major_formatter("{x:g}")
         ax.locator_params(axis="x", integer=True)
     for ax in axes:
         ax.grid(alpha=0.3)
-    beside = path.with_name("compare.part.png")
-    figure.savefig(beside, dpi=150)
-    os.replace(beside, path)
+    with whole(path) as beside:
+        figure.savefig(beside, dpi=150)
 
 
 def main(configs: list[Config]):
@@ -691,7 +700,7 @@ def main(configs: list[Config]):
     meta, data = load_data(configs[0])
     for config in configs:
         open_run(config, meta)
-    swept = {name: list(dict.fromkeys(getattr(c, name) for c in configs)) for name in SWEPT}
+    swept = {name: values_of(name, configs) for name in SWEPT}
     print(json.dumps(asdict(configs[0]) | {name: v for name, v in swept.items() if len(v) > 1}, ensure_ascii=False), flush=True)
 
     stop = []
@@ -701,13 +710,20 @@ def main(configs: list[Config]):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+    for config in configs[1:] if configs[0].overwrite else []:      # else a sweep cut off would go on with the old ones
+        with locked(config.folder):
+            for name in ("ckpt.pt", "best.pt"):
+                (config.folder / name).unlink(missing_ok=True)
     rows = []
     for config in configs:
         with locked(config.folder):
             rows.append(train(config, meta, data, device, stop))
         if stop:
             break
-    print(table(rows, configs), flush=True)
+    if len(configs) > 1 and stop and rows[-1]["step"] < config.max_iters and not rows[-1]["diverged"]:
+        rows.pop()      # half a run compares with none
+    if rows:
+        print(table(rows, configs), flush=True)
     if stop:
         sys.exit(128 + stop[0])
     if len(configs) > 1:

@@ -14,7 +14,7 @@ import torch
 
 import data.prepare
 import train
-from model import GPT, GPTConfig
+from model import GPT, NORMS, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,11 +37,23 @@ def copy(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_train_commands_are_accepted():
+def test_train_commands_run_at_toy_size(copy, monkeypatch, capsys):
+    """Every training command of the README, sweeps and all, with its own flags but for the size of model, text and run."""
+    monkeypatch.setattr(train, "HERE", copy)
+    toy = dict(dataset="stdlib", device="cpu", compile=False, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=2,
+               gradient_accumulation_steps=1, max_iters=2, warmup_iters=1, eval_interval=2, eval_iters=1)
     commands = [line for block in blocks("sh") for line in block.splitlines() if "train.py" in line]
-    assert len(commands) >= 4
+    assert len(commands) >= 10
     for command in commands:
-        assert train.parse_args(shlex.split(command.split("train.py")[1]))
+        configs = train.parse_args(shlex.split(command.split("train.py")[1]))
+        for config in configs:
+            vars(config).update(toy, folder=copy / config.folder, out_dir=str(copy / config.out_dir))
+        train.main(configs)
+        table = capsys.readouterr().out.partition("\nnorm ")[2].splitlines()[1:]
+        settings = {(c.norm, c.geo_decay, c.geo_p, c.learning_rate) for c in configs}
+        assert [line.split(" ")[0] in NORMS for line in table if not line.startswith("no ")] == [True] * len(settings)
+        lines = (copy / config.out_dir / "compare.csv").read_text().splitlines() if len(configs) > 1 else ["", ""]
+        assert len(lines) == 1 + len(configs)
 
 
 def test_ddp_example_is_one_process_on_the_joined_batch(copy, monkeypatch):

@@ -114,6 +114,35 @@ def test_terminated_command(root, tmp_path):
     assert results(tmp_path / "cut") == results(tmp_path / "whole") and len(results(tmp_path / "cut")) == 4
 
 
+def test_overwritten_sweep_goes_on_with_itself(tmp_path, monkeypatch, capsys):
+    """--overwrite, cut in the first run, then the same without it as advised: once it took the old runs for finished."""
+    flags = "--norm pre geo --seed 1 2".split()
+    run(tmp_path / "whole", *flags)
+    run(tmp_path / "cut", *flags, "--dtype", "bfloat16")
+    with monkeypatch.context() as m:
+        at_step(m, lambda i, c: i == 3 and signal.raise_signal(signal.SIGTERM))
+        capsys.readouterr()
+        assert exit_code(run, tmp_path / "cut", *flags, "--overwrite") == 143
+    assert "\nnorm " not in capsys.readouterr().out        # half a run compares with none
+    run(tmp_path / "cut", *flags)
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+
+
+def test_extension_cut_before_its_first_checkpoint(tmp_path, monkeypatch):
+    """A longer --max_iters that saved nothing leaves the finished sweep's record and profile as they were."""
+    flags = "--norm pre geo --max_iters 6".split()
+    run(tmp_path, *flags)
+    depth, lines = (tmp_path / "pre" / "depth.csv").read_text(), read(tmp_path / "compare.csv")
+    with monkeypatch.context() as m:
+        at_step(m, lambda i, c: i == 8 and exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, *flags, "--max_iters", 12, "--eval_interval", 12)
+    for name in ("config.json", "log.csv"):
+        (tmp_path / "geo" / name).write_bytes(b"\xff")      # of a finished run, all that is compared is in its checkpoint
+    run(tmp_path, *flags)
+    assert (tmp_path / "pre" / "depth.csv").read_text() == depth and read(tmp_path / "compare.csv") == lines
+
+
 # -------------------------------------------------------------------------------------------------------- divergence
 
 def test_diverged_run(tmp_path, monkeypatch, capsys):
@@ -145,9 +174,9 @@ def test_every_run_diverged(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------- the table, compare.csv
 
 def fake_row(loss: float, diverged: int | None = None, seconds: float = 1.0) -> dict:
-    depth = [[step, layer, name, layer + 1, 1, 0.5, 2] for step, layer, name in product((0, 10), (0, 1), ("attention", "mlp"))]
-    return {"norm": "", "parameters": 1234, "val_loss": loss, "val_bits_per_byte": loss / 2, "best_step": 8, "step": 10,
-            "diverged": diverged, "train_seconds": seconds, "elapsed": 2.0, "peak_memory": 3.0, "depth": depth}
+    depth = [[10, layer, name, layer + 1, 1, 0.5, 2] for layer, name in product((0, 1), ("attention", "mlp"))]
+    return {"parameters": 1234, "val_loss": loss, "val_bits_per_byte": loss / 2, "best_step": 8, "step": 10,
+            "diverged": diverged, "train_seconds": seconds, "elapsed": 2.0, "peak_memory": 3.0, "depth_end": depth}
 
 
 def test_table_statistics():
@@ -167,7 +196,8 @@ def test_table_statistics():
         whole = [i for i in range(4) if rate < 1e-2 or i != 2]
         values, d = values[whole], (values - loss["pre", 3e-3])[whole]
         assert numbers(line["val nats/token"]) == pytest.approx([values.mean(), values.std(ddof=1)], abs=6e-5)
-        assert numbers(line["minus pre"]) == pytest.approx([d.mean(), d.std(ddof=1) / len(d) ** 0.5], abs=6e-5)
+        minus = [d.mean(), d.std(ddof=1) / len(d) ** 0.5] if (norm, rate) != ("pre", 3e-3) else []     # from itself: "-"
+        assert numbers(line["minus pre"]) == pytest.approx(minus, abs=6e-5)
         assert numbers(line["val bits/byte"]) == pytest.approx([values.mean() / 2], abs=6e-5)
         assert line["tokens/s"] == f"{4 * 10 * 4 * 16 / (1 + 2 + 3 + 4):,.0f}" and line["best step"] == "8"
         assert line[""] == "seed 3 diverged at step 9" * (rate == 1e-2)
@@ -267,7 +297,6 @@ def test_no_last_step_no_profile_of_it(tmp_path, monkeypatch, capsys):
     run(tmp_path, *flags, 6)
     inject(monkeypatch, loss=lambda norm, step: norm == "geo" and step >= 7)
     run(tmp_path, *flags, 12)
-    assert {r["step"] for r in read(tmp_path / "geo" / "depth.csv")} == {"0"}
     assert {line["run"]: line["mean_angle"] == "nan" for line in read(tmp_path / "compare.csv")} == {"pre": False, "geo": True}
 
 
@@ -286,7 +315,7 @@ def test_depth_profile_only_observes(tmp_path, monkeypatch):
     run(tmp_path / "without", "--dropout", 0.1)
     a, b = (load(tmp_path / name / "geo") for name in ("with", "without"))
     assert log(tmp_path / "with" / "geo") == log(tmp_path / "without" / "geo")
-    assert all(same(a[name], b[name]) for name in ("model", "optimizer", "rng")) and a["row"]["depth"] != b["row"]["depth"]
+    assert all(same(a[name], b[name]) for name in ("model", "optimizer", "rng")) and a["row"]["depth_end"] != b["row"]["depth_end"]
 
 
 # -------------------------------------------------------------------------------------------- again, and the figure
