@@ -636,7 +636,7 @@ def draw_comparison(rows: list[dict], configs: list[Config]):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"{path} was not drawn: `pip install matplotlib`, and run the same command again", flush=True)
+        print(f"{path} was not drawn: `pip install matplotlib`, and run the same command again", file=sys.stderr)
         return
     figure = Figure(figsize=(11, 8), constrained_layout=True)
     by_step, by_rate, stream, gradient = axes = figure.subplots(2, 2).ravel()

@@ -340,7 +340,7 @@ def test_without_matplotlib(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
     run(tmp_path, *"--norm pre geo --max_iters 2".split())
     out, err = capsys.readouterr()
-    assert sum("pip install matplotlib" in line for line in out.splitlines()) == 1 and err == ""
+    assert err.count("\n") == 1 and "pip install matplotlib" in err
     assert [line["run"] for line in read(tmp_path / "compare.csv")] == ["pre", "geo"] and "\nnorm " in out
     assert sorted(f.name for f in tmp_path.iterdir()) == ["compare.csv", "geo", "pre"]
 
