@@ -92,6 +92,7 @@ def test_stopped_at_any_moment(tmp_path, monkeypatch):
             assert exit_code(run, tmp_path / "cut", *flags) == 143
         assert load(tmp_path / "cut" / f"{norm}-learning_rate={rate}")["row"]["step"] == step
         assert not list((tmp_path / "cut").glob("compare.*"))
+        assert read(tmp_path / "cut" / f"{norm}-learning_rate={rate}" / "depth.csv")[0]["step"] == "0"
     run(tmp_path / "cut", *flags)
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
     assert all(float(line[name]) > 0 for line in read(tmp_path / "cut" / "compare.csv") for name in TIMES)
