@@ -358,7 +358,8 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
 
 
 def train(config: Config, meta: dict, data: dict, device: torch.device, stop: list) -> dict:
-    """Train, or go on training, one run; returns its row of the table. A signal in `stop` saves and leaves.
+    """Train, or go on training, one run; returns its row of the table, with the settings it was trained with as `config`.
+    A signal in `stop` saves and leaves.
 
     A loss or gradient that is not finite ends the run with `diverged` in the row; its last checkpoint stays. With
     float16 the scaler skips such gradients, and only 20 skips in a row count."""
@@ -369,13 +370,13 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     raw_model = GPT(model_config).to(device)    # state dicts are of this one, whether or not it is compiled
     row = {"parameters": sum(p.numel() for p in raw_model.parameters()), "step": 0, "diverged": None, "val_curve": [],
            "val_loss": math.inf, "val_bits_per_byte": math.inf, "best_step": 0, "depth_start": [], "depth_end": [],
-           "train_seconds": 0.0, "elapsed": 0.0, "peak_memory": 0.0, "config": asdict(config)}
+           "train_seconds": 0.0, "elapsed": 0.0, "peak_memory": 0.0}
     if state:
         row = state["row"]
         if row["step"] >= config.max_iters:
             print(f"{folder} is finished: val {row['val_loss']:.4f} nats/token at step {row['best_step']}; nothing to do", flush=True)
-            return row
-        row |= {"config": asdict(config), "depth_end": []}     # a larger max_iters moves the end
+            return row | {"config": state["config"]}
+        row["depth_end"] = []       # a larger max_iters moves the end
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
@@ -402,8 +403,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
             f", with the schedule of {config.max_iters} steps instead of {state['config']['max_iters']}"
             if config.max_iters != state["config"]["max_iters"] else "") + (
             f"; on {where} after {state['where']}, so not bit for bit" if where != state["where"] else ""), flush=True)
-
-    if not state:
+    else:
         row["depth_start"] = depth_profile(raw_model, data["val"], config, 0, device)
     peak_memory(device, reset=True)
     model = raw_model
@@ -419,14 +419,13 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
     accumulate = config.gradient_accumulation_steps
     x, y = get_batch(data["train"], config, row["step"] * accumulate, device)
     if not state:       # all that can fail early has not failed
-        for name in ("ckpt.pt", "best.pt", "log.csv", "depth.csv", "config.json"):
+        for name in ("ckpt.pt", "best.pt", "log.csv", "config.json"):
             (folder / name).unlink(missing_ok=True)
+        write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth_start"])
     about = {"config": asdict(config), "model": asdict(model_config), "data": meta, "where": where,
              "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
     with whole(folder / "config.json") as beside:
         beside.write_text(json.dumps(about, indent=1), encoding="utf-8")
-    if not state:
-        write_csv(folder / "depth.csv", DEPTH_COLUMNS, row["depth_start"])
     saved = row["step"]
     log_file = open_log(folder / "log.csv", saved)
     log = csv.writer(log_file, lineterminator="\n")
@@ -515,7 +514,7 @@ def train(config: Config, meta: dict, data: dict, device: torch.device, stop: li
         clock, clock_step = time.perf_counter(), step
     bar.close()
     log_file.close()
-    return row
+    return row | {"config": asdict(config)}
 
 
 def write_csv(path: Path, columns: list[str], rows: list[list]):
@@ -588,16 +587,18 @@ def table(rows: list[dict], configs: list[Config]) -> str:
     mean = lambda values, form: format(statistics.mean(values), form) if values else "-"
     deviation = lambda values, form: form.format(statistics.stdev(values)) if len(values) > 1 else ""
     for (norm, geo_decay, geo_p), rates in groups.items():
+        best = best_rate(rates)
         for rate, seeds in rates.items():
             runs, losses = list(seeds.values()), val_losses(seeds)
             finished = [seeds[seed] for seed in losses]
+            depths = [depth_summary(row) for row in finished]
             minus = [loss - base[seed] for seed, loss in losses.items() if seed in base]
             tokens = c.batch_size * c.block_size * c.gradient_accumulation_steps * sum(row["step"] for row in runs)
             lines.append({
                 "norm": norm,
                 "geo_decay": geo_decay if norm == "geo" else "-",
                 "geo_p": f"{geo_p:g}" if norm == "geo" else "-",
-                "learning_rate": f"{rate:g}" + "*" * (len(rates) > 1 and len(losses) > 0 and rate == best_rate(rates)),
+                "learning_rate": f"{rate:g}" + "*" * (len(rates) > 1 and len(losses) > 0 and rate == best),
                 "parameters": f"{runs[0]['parameters']:,}",
                 "val nats/token": mean(losses.values(), ".4f") + deviation(losses.values(), " ({:.4f})"),
                 "val bits/byte": mean([row["val_bits_per_byte"] for row in finished], ".4f"),
@@ -606,7 +607,7 @@ def table(rows: list[dict], configs: list[Config]) -> str:
                 "best step": mean([row["best_step"] for row in finished], ".0f"),
                 "tokens/s": f"{tokens / max(sum(row['train_seconds'] for row in runs), 1e-9):,.0f}",
                 "peak MB": f"{max(row['peak_memory'] for row in runs):,.0f}",
-            } | {name: mean([depth_summary(row)[name] for row in finished], ".4g") for name in depth_summary(runs[0])} | {
+            } | {name: mean([depth[name] for depth in depths], ".4g") for name in depth_summary(runs[0])} | {
                 "": ", ".join(f"seed {seed} " * (len(seeds) > 1) + f"diverged at step {row['diverged']}"
                               for seed, row in seeds.items() if row["diverged"])})
     silent = {name for name in ("geo_decay", "geo_p", "learning_rate") if len(values_of(name, configs)) < 2}
@@ -645,12 +646,12 @@ def draw_comparison(rows: list[dict], configs: list[Config]):
         i = NORMS.index(setting[0])
         j = [other for other in groups if other[0] == setting[0]].index(setting)
         style = {"color": f"C{i}", "marker": "os^DvPX"[i % 7], "markersize": 4, "linestyle": ("-", "--", ":", "-.")[j % 4]}
-        for rate, seeds in rates.items():
-            if len(val_losses(seeds)) < len(seeds):
-                by_rate.plot(rate, 0.97 - 0.04 * i, **style | {"marker": "x"}, transform=by_rate.get_xaxis_transform())
-        losses = {rate: list(val_losses(rates[rate]).values()) for rate in sorted(rates) if val_losses(rates[rate])}
-        by_rate.errorbar(list(losses), [statistics.mean(v) for v in losses.values()], capsize=3,
-                         yerr=[statistics.stdev(v) if len(v) > 1 else 0 for v in losses.values()], **style)
+        losses = {rate: list(val_losses(seeds).values()) for rate, seeds in sorted(rates.items())}
+        shown = {rate: values for rate, values in losses.items() if values}
+        by_rate.errorbar(list(shown), [statistics.mean(values) for values in shown.values()], capsize=3,
+                         yerr=[statistics.stdev(values) if len(values) > 1 else 0 for values in shown.values()], **style)
+        for rate in [rate for rate in losses if len(losses[rate]) < len(rates[rate])]:
+            by_rate.plot(rate, 0.97 - 0.04 * i, **style | {"marker": "x"}, transform=by_rate.get_xaxis_transform())
 
         best = rates[best_rate(rates)]
         finished = [best[seed] for seed in val_losses(best)]
