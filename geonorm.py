@@ -1,18 +1,26 @@
-"""GeoNorm: a residual update that never leaves the sphere. Needs torch and nothing else: copy this file alone.
+"""GeoNorm: a residual update that never leaves the sphere. Needs only torch: copy this file.
 
-Read the residual stream x of one token as a point on the sphere of radius |x|, and a sublayer's output g as a wish to
-move. Only the part of g that is tangent to the sphere can move x along it; its length says how far to turn:
+Read the residual stream x of one token as a point on the sphere of radius |x|, and a sublayer's
+output g as a proposed move. Only the part of g that is tangent to the sphere can move x along it,
+and its length says how far to turn:
 
-    1. tangent          v = g - (<x,g> / <x,x>) x
-    2. angle            theta = ((scale * min(|v|/|x|, max_angle)) + bias) * decay,   clamped to +-max_angle
+    1. tangent          v  = g - (<x,g> / <x,x>) x
+    2. angle            theta = (scale * min(|v|/|x|, max_angle) + bias) * decay
+                        theta is kept within +-max_angle
     3. exponential map  x' = cos(theta) x + sin(theta) |x| v/|v|
 
-So |x'| = |x|, the angle between x and x' is theta, and no other norm is needed between the blocks. `decay` shrinks
-with depth as a learning rate shrinks with time; scale and bias are two learned numbers per sublayer. A finite p, if you
-choose one, takes p*atan(theta/p) for theta before the clamp.
+So |x'| = |x|, the angle between x and x' is theta, and no norm is needed between the blocks.
+`decay` shrinks with depth as a learning rate shrinks with time; scale and bias are two learned
+numbers per sublayer.
 
-Sources: GeoNorm, arXiv 2601.22095 (the three steps, the decay); Sphere Retraction Normalizations, arXiv 2608.02668
-(the family of step 2 in p). Vectors lie along the last dimension, (..., C); angles are radians.
+    >>> x = torch.tensor([2.0, 0, 0, 0])
+    >>> geodesic_update(x, torch.tensor([7, math.pi / 3, 0, 0]))    # a turn of 30 degrees
+    tensor([1.7321, 1.0000, 0.0000, 0.0000])
+
+Source: GeoNorm, arXiv 2601.22095, eq. 3 to 5 and appendix D. Ours: theta is also clamped from
+below, and x does not move where v = 0. The parameter p of `geodesic_update` is from Sphere
+Retraction Normalizations, arXiv 2608.02668. Vectors lie along the last dimension, (..., C);
+angles are radians.
 """
 import math
 
@@ -21,11 +29,13 @@ from torch import Tensor, nn
 
 DECAYS = ("none", "harmonic", "sqrt", "linear")
 
+TINY = 1e-30    # the smallest square we take a root or reciprocal of: no nan at 0
+
 
 def update_decay(schedule: str, layer: int, n_layer: int) -> float:
-    """The factor by which layer `layer` of 0..n_layer-1 shortens its steps (arXiv 2601.22095, layer-wise decay).
+    """The factor by which layer 0..n_layer-1 shortens its steps (arXiv 2601.22095, eq. 5).
 
-    none 1, harmonic 1/(layer+1), sqrt 1/sqrt(layer+1), linear (n_layer-layer)/n_layer.
+    none (ours) 1, harmonic 1/(layer+1), sqrt 1/sqrt(layer+1), linear (n_layer-layer)/n_layer.
     Raises ValueError for another schedule or a layer outside 0..n_layer-1.
     """
     if not 0 <= layer < n_layer:
@@ -41,84 +51,82 @@ def update_decay(schedule: str, layer: int, n_layer: int) -> float:
     raise ValueError(f"decay must be one of {', '.join(DECAYS)}, not {schedule!r}")
 
 
-class InnerProducts(torch.autograd.Function):
-    """(x, g) -> <x,x>, c = <x,g>/<x,x> and <v,v> of v = g - c x, each (..., 1): all that the step wants to know.
-
-    Plain autograd would keep v, and visit it again, for the backward pass. But all derivatives are combinations of x and g,
-
-        d<x,x> = 2 <x,dx>,    dc = (<g - 2c x, dx> + <x,dg>) / <x,x>,    d<v,v> = 2 <v, dg - c dx>,
-
-    so x and g are kept alone; that is as little memory as x + RMSNorm(g) takes, and less time than the plain equations.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        xx = (x * x).sum(-1, keepdim=True)
-        c = (x * g).sum(-1, keepdim=True) / xx.clamp(min=1e-30)
-        v = g - c * x       # <v,v> is summed over v itself: as <g,g> - c <x,g> it would lose its digits when g is near x
-        ctx.save_for_backward(x, g, xx, c)
-        return xx, c, (v * v).sum(-1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx, d_xx: Tensor, d_c: Tensor, d_vv: Tensor) -> tuple[Tensor, Tensor]:
-        x, g, xx, c = ctx.saved_tensors
-        d_c = d_c / xx.clamp(min=1e-30)
-        cross = d_c - 2 * c * d_vv
-        return (2 * d_xx - c * (d_c + cross)) * x + cross * g, cross * x + 2 * d_vv * g
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a,b> of each vector: (..., C), (..., C) -> (..., 1)."""
+    return (a * b).sum(-1, keepdim=True)
 
 
 def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float = 0.0,
-                    decay: float = 1.0, max_angle: float = math.pi / 4, p: float = math.inf) -> Tensor:
-    """Turn x along its sphere in the direction of g's tangent part; the three steps of arXiv 2601.22095 (see above).
+                    decay: float = 1.0, max_angle: float = math.pi / 4,
+                    p: float = math.inf) -> Tensor:
+    """Turn x along its sphere in the direction of g's tangent part: the three steps above.
 
-    x: (..., C), the residual stream.       g: (..., C), the sublayer's output.
-    scale, bias: the learned affine map of the angle.       decay: the layer's factor, see `update_decay`.
-    max_angle: largest turn, radians.       p: which retraction makes the turn t of step 2 the angle p*atan(t/p), clamped
-        again (arXiv 2608.02668): inf is the exponential map, 2 the Cayley map, 1 the metric projection of x + t |x| v/|v|.
-    Returns x', (..., C), of x's dtype and length. float16 and bfloat16 are computed in float32 and cast back.
+    x           (..., C), the residual stream
+    g           (..., C), the sublayer's output
+    scale, bias the learned affine map of the angle: numbers, or tensors of shape (1,)
+    decay       the layer's factor, see `update_decay`
+    max_angle   the largest turn, radians
+    p           the retraction: theta becomes p*atan(theta/p) before the last clamp. inf is the
+                exponential map, 2 the Cayley map, 1 the metric projection of x + theta |x| v/|v|
 
-    Where g has no tangent part (|v| under 1e-15, or under 16 eps of the part along x, which is rounding) the direction is
-    undefined: x' = x whatever the bias. At g = 0 the gradient is dx'/dg = scale*decay*(I - x x^T/<x,x>), the limit without
-    a bias. x = 0 stays 0 up to rounding. Values and gradients are finite in all these cases, for |g| from 0 to 1e15.
+    Returns x', (..., C), with the dtype and length of x. Half precision is computed in float32.
+    Raises ValueError if x and g differ in shape.
+
+    Where v = 0 there is no direction: x' = x whatever the bias, and dx'/dg is
+    scale*decay*(I - x x^T/<x,x>), the limit without a bias. The same where v is only the rounding
+    error of step 1. x = 0 stays 0.
     """
+    if x.shape != g.shape:
+        raise ValueError(f"x and g must have one shape, not {tuple(x.shape)} and {tuple(g.shape)}")
     dtype = x.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     g = g.to(x.dtype)
 
-    xx, c, vv = InnerProducts.apply(x, g)       # (..., 1) each; the tangent is v = g - c x
-    # A root's slope at 0 is infinite, so each square is clamped before its root: then 0 gives a finite gradient, not nan.
-    x_norm, v_norm = xx.clamp(min=1e-30).sqrt(), vv.clamp(min=1e-30).sqrt()
+    # 1. Tangent. x = 0 has none; the clamp keeps its gradient finite.
+    xx = dot(x, x).clamp(min=TINY)                                      # (..., 1)
+    along = dot(x, g) / xx                                              # (..., 1)
+    v = g - along * x                                                   # (..., C)
 
-    # If g is parallel to x, v is what rounding left of it: a direction only if it stands out from what was taken away.
-    noise = vv < (16 * torch.finfo(x.dtype).eps) ** 2 * c * c * xx
-    t = (v_norm / x_norm).clamp(max=max_angle)
-    t = (scale * t + bias * (vv > 1e-30).to(x.dtype)) * decay
-    theta = t if math.isinf(p) else p * torch.atan(t / p)
-    theta = theta.clamp(-max_angle, max_angle).masked_fill(noise, 0.0)
+    # 2. Angle. At v = 0 the root of TINY has a finite slope, and the bias must not turn x.
+    x_length = xx.sqrt()
+    v_length = (dot(v, v) + TINY).sqrt()
+    bias = bias * (v_length > 2e-15).to(x.dtype)
+    theta = (scale * (v_length / x_length).clamp(max=max_angle) + bias) * decay
+    if p != math.inf:
+        theta = p * torch.atan(theta / p)
+    theta = theta.clamp(-max_angle, max_angle)
 
-    along_v = theta.sin() * x_norm / v_norm
-    return ((theta.cos() - along_v * c) * x + along_v * g).to(dtype)    # cos(theta) x + sin(theta) |x| v/|v|
+    # If g is parallel to x, v is rounding error: trust it only if it is clearly larger than that.
+    rounding = 16 * torch.finfo(x.dtype).eps * along.detach().abs() * x_length.detach()
+    theta = theta.masked_fill(v_length < rounding, 0.0)
+
+    # 3. Exponential map.
+    return (theta.cos() * x + theta.sin() * x_length / v_length * v).to(dtype)
+
+
+def check_step(max_angle: float, p: float):
+    """Raise ValueError for what no geodesic step can use."""
+    if not 0 < max_angle <= math.pi:
+        raise ValueError(f"max_angle must be above 0 and at most pi radians, not {max_angle}")
+    if not p > 0:
+        raise ValueError(f"p must be above 0 (inf is the exponential map), not {p}")
 
 
 class GeoNorm(nn.Module):
-    """One sublayer's geodesic step: `geodesic_update` with its layer's decay and a learned scale (1) and bias (0).
+    """One sublayer's geodesic step: `geodesic_update` with a learned scale (1) and bias (0).
 
-    layer: 0..n_layer-1.    decay: a schedule of `update_decay`.    max_angle (radians, in (0, pi]) and p (above 0)
-    as in `geodesic_update`. Raises ValueError for values outside these. The two scalars are not for weight decay.
+    decay: the layer's factor.  max_angle: radians, in (0, pi].  p: above 0.
+    Raises ValueError for values outside these. scale and bias are not for weight decay.
     """
 
-    def __init__(self, layer: int, n_layer: int, decay: str = "sqrt", max_angle: float = math.pi / 4,
-                 p: float = math.inf):
+    def __init__(self, decay: float = 1.0, max_angle: float = math.pi / 4, p: float = math.inf):
         super().__init__()
-        if not 0 < max_angle <= math.pi:
-            raise ValueError(f"max_angle must be above 0 and at most pi radians, not {max_angle}")
-        if not p > 0:
-            raise ValueError(f"p must be above 0 (inf is the exponential map), not {p}")
-        self.decay, self.max_angle, self.p = update_decay(decay, layer, n_layer), max_angle, p
-        self.scale = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
+        check_step(max_angle, p)
+        self.decay, self.max_angle, self.p = decay, max_angle, p
+        self.scale = nn.Parameter(torch.ones(1))
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
-        """x: (..., C), the stream; g: (..., C), the sublayer's output. Returns the turned x, (..., C)."""
+        """x: (..., C), the stream; g: (..., C), the sublayer's output. Returns x', (..., C)."""
         return geodesic_update(x, g, self.scale, self.bias, self.decay, self.max_angle, self.p)

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, NORMS, Attention, Block, GPTConfig, Residual, rotary_table, rotate
+from model import (GPT, NORMS, Attention, Block, GPTConfig, Residual, depth_profile, edge_norms,
+                   rotary_table, rotate)
 
 
 def make(norm="geo", seed=0, **changes):
     torch.manual_seed(seed)
-    settings = dict(block_size=16, vocab_size=70, n_layer=3, n_head=2, n_embd=32, norm=norm) | changes
-    return GPT(GPTConfig(**settings)).eval()
+    shape = dict(block_size=16, vocab_size=70, n_layer=3, n_head=2, n_embd=32)
+    return GPT(GPTConfig(**shape | {"norm": norm} | changes)).eval()
 
 
 def ids(B, T, seed=0, vocab_size=70):
@@ -25,44 +26,58 @@ def norm(request):
     return request.param
 
 
-def test_placements_are_their_formulas(norm):
-    """method.md's table restated with other names: one sublayer, entry and exit."""
-    model = make(norm).double()
+SCHEDULES = {"none": lambda l, L: 1, "harmonic": lambda l, L: 1 / (l + 1),
+             "sqrt": lambda l, L: (l + 1) ** -0.5, "linear": lambda l, L: (L - l) / L}
+
+
+@pytest.mark.parametrize("decay, entry", [("own", "own"), ("none", "none"), ("sqrt", "norm"),
+                                          ("harmonic", "own"), ("linear", "none")])
+def test_placements_are_their_formulas(norm, decay, entry):
+    """method.md's table restated with other names: one sublayer, both edges, decay and entry."""
+    model = make(norm, decay=decay, entry=entry).double()
     with torch.no_grad():
         for name, p in model.named_parameters():    # gains of 1 would hide a norm's gain
             if "norm" in name or name.startswith(("entry", "exit")):
                 p.copy_(torch.rand_like(p) + 0.5)
-    N = lambda module, x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * getattr(module, "weight", 1)
+
+    def N(module, x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * getattr(module, "weight", 1)
     idx = ids(2, 9)
     x = F.embedding(idx, model.wte.weight)
-    if norm != "pre":
-        x = N(model.entry, x) if norm != "geo" else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    if entry == "norm" or (entry == "own" and norm != "pre"):
+        x = N(model.entry if norm in ("post", "peri") and entry == "own" else None, x)
+    word = {"own": "sqrt" if norm == "geo" else "none"}.get(decay, decay)
     for layer, block in enumerate(model.blocks):
+        d = SCHEDULES[word](layer, 3)
         for place, args in ((block.attention, (model.rotary[:, :9],)), (block.mlp, ())):
-            f = lambda h: place.f(h, *args)
             if norm == "pre":
-                x = x + f(N(place.norm_in, x))
+                x = x + d * place.f(N(place.norm_in, x), *args)
             elif norm == "post":
-                x = N(place.norm_out, x + f(x))
+                x = N(place.norm_out, x + d * place.f(x, *args))
             elif norm == "peri":
-                x = x + N(place.norm_out, f(N(place.norm_in, x)))
+                x = x + d * N(place.norm_out, place.f(N(place.norm_in, x), *args))
             else:
-                g, r = f(x), x.norm(dim=-1, keepdim=True)
+                g, r = place.f(x, *args), x.norm(dim=-1, keepdim=True)
                 v = g - (x * g).sum(-1, keepdim=True) / r**2 * x
                 n = v.norm(dim=-1, keepdim=True)
-                theta = (n / r).clamp(max=math.pi / 4) / math.sqrt(layer + 1)
+                theta = (n / r).clamp(max=math.pi / 4) * d
                 x = theta.cos() * x + theta.sin() * r * v / n
     x = x if norm == "post" else N(model.exit, x)
-    assert (model(idx, idx)[0] - (x @ model.wte.weight[:70].T)).abs().max() < 1e-5      # logits are float32
+    # Logits are float32.
+    assert (model(idx, idx)[0] - (x @ model.wte.weight[:70].T)).abs().max() < 1e-5
 
 
 def test_only_its_own_norms_exist(norm):
     """A norm that is not used must not be in the checkpoint, so a wrong load fails on its keys."""
-    names = {re.sub(r"blocks\.\d\.", "", n) for n, _ in make(norm).named_parameters() if "f.c_" not in n and n != "wte.weight"}
-    both = lambda *ends: {f"{place}.{end}" for place in ("attention", "mlp") for end in ends}
+    names = {re.sub(r"blocks\.\d\.", "", n) for n, _ in make(norm).named_parameters()
+             if "f.c_" not in n and n != "wte.weight"}
+
+    def both(*ends):
+        return {f"{place}.{end}" for place in ("attention", "mlp") for end in ends}
     assert names == {"pre": both("norm_in.weight") | {"exit.weight"},
                      "post": both("norm_out.weight") | {"entry.weight"},
-                     "peri": both("norm_in.weight", "norm_out.weight") | {"entry.weight", "exit.weight"},
+                     "peri": both("norm_in.weight", "norm_out.weight")
+                             | {"entry.weight", "exit.weight"},
                      "geo": both("step.scale", "step.bias") | {"exit.weight"}}[norm]
     other = make("pre" if norm != "pre" else "post")
     with pytest.raises(RuntimeError):
@@ -77,6 +92,15 @@ def test_one_seed_starts_all_four_alike():
     assert all(torch.equal(states[0][name], s[name]) for s in states for name in shared)
 
 
+def test_placements_draw_no_random_numbers(norm):
+    """A placement that drew its own parameters at random would start with other weights."""
+    config = GPTConfig(16, 70, 3, 2, 32, norm=norm)
+    before = torch.get_rng_state()
+    Residual(config, 1, torch.nn.Identity())
+    edge_norms(config)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_standard_deviations_at_the_start():
     """init_weights' docstring, measured."""
     for name, p in make(n_embd=256, n_layer=4, n_head=4, vocab_size=500).named_parameters():
@@ -87,9 +111,11 @@ def test_standard_deviations_at_the_start():
         elif "f.c_" in name:
             std = 256 ** -0.5
         else:
-            assert torch.equal(p, torch.zeros_like(p) if name.endswith("bias") else torch.ones_like(p))
+            start = torch.zeros_like(p) if name.endswith("bias") else torch.ones_like(p)
+            assert torch.equal(p, start)
             continue
-        assert p.std().item() == pytest.approx(std, rel=0.02) and abs(p.mean().item()) < 0.02 * std, name
+        assert p.std().item() == pytest.approx(std, rel=0.02), name
+        assert abs(p.mean().item()) < 0.02 * std, name
 
 
 def test_loss_at_the_start_is_that_of_a_guess(norm):
@@ -132,7 +158,7 @@ def test_stream_stays_on_the_sphere():
 
 
 def test_logits_and_loss():
-    """No targets: the last position alone. -1 is not counted. Padded ids (70 to 128) do not appear."""
+    """No targets: only the last position. -1 is not counted. Padded ids (70 to 128) are cut."""
     model, idx = make(), ids(2, 10)
     all_logits, loss = model(idx, idx)
     last, none = model(idx)
@@ -146,88 +172,51 @@ def test_logits_and_loss():
 
 
 def test_rotary_is_a_rotation_and_relative():
-    """Scores depend on the distance alone, and lengths stay; one term dropped broke both elsewhere."""
+    """Scores depend only on the distance, and lengths stay; one dropped term once broke both."""
     table = rotary_table(GPTConfig(block_size=64, n_head=2, n_embd=32)).double()
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    at = lambda x, i: rotate(x, table[:, i:i + 1])
+
+    def at(x, i):
+        return rotate(x, table[:, i:i + 1])
     assert torch.allclose(at(q, 40).norm(), q.norm())
     assert torch.allclose((at(q, 5) * at(k, 2)).sum(), (at(q, 45) * at(k, 42)).sum(), atol=1e-5)
     assert torch.equal(at(q, 0), q)
     assert not torch.allclose(at(q, 1), q)
 
 
+def test_rotary_angles_are_float32():
+    """Built under a bfloat16 default, 513 of 1,024 positions were distinct."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        table = GPT(GPTConfig(1024, 70, 1, 1, 64)).rotary
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert table.dtype == torch.float32
+    assert len(torch.unique(torch.cat((table[0, :, 0], table[1, :, 0]), dim=1), dim=0)) == 1024
+
+
 def test_cache_is_the_uncached_forward(norm):
-    """A prompt of 5 then one at a time, and 3 cached then a chunk of 2: the same logits at each position."""
+    """A prompt of 5 then one at a time, and 3 cached then a chunk of 2: the same logits."""
     model, idx = make(norm), ids(2, 12)
     expected = model(idx, idx)[0]
     for chunks in ([5] + [1] * 7, [3, 2, 7]):
-        cache = [torch.full((2, 2, 2, 16, 16), math.nan) for _ in model.blocks]
+        cache = [layer.fill_(math.nan) for layer in model.new_cache(2)]
         start = 0
         for n in chunks:
-            logits, _ = model(idx[:, start:start + n], idx[:, start:start + n], cache=cache, start=start)
+            chunk = idx[:, start:start + n]
+            logits, _ = model(chunk, chunk, cache=cache, start=start)
             assert (logits - expected[:, start:start + n]).abs().max() < 1e-5
             start += n
 
 
-@pytest.mark.parametrize("block_size, prompt", [(16, 5), (16, 16), (16, 30), (7, 3), (1, 1), (2, 3)])
-def test_generate_equals_the_uncached_model(norm, block_size, prompt):
-    """Greedy, far past the context: at every step the choice is the uncached model's on the visible tokens."""
-    model = make(norm, block_size=block_size)
-    with torch.no_grad():
-        model.wte.weight.mul_(10)       # decided answers, not ties that rounding breaks
-    idx = ids(2, prompt)
-    out = model.generate(idx, 45, temperature=0)
-    assert out.shape == (2, prompt + 45) and torch.equal(out[:, :prompt], idx)
-    begin = max(0, prompt - block_size)
-    for end in range(prompt, prompt + 45):
-        if end - begin > block_size:
-            begin = end - max(1, block_size // 2)
-        assert torch.equal(model(out[:, begin:end])[0][:, -1].argmax(-1), out[:, end])
-
-
-def test_sampling_is_the_models_distribution():
-    """Many first tokens at temperature 2 against softmax(logits/2), and among the 5 likeliest only."""
-    model, idx = make(), ids(1, 6)
-    logits = model(idx)[0][0, -1]
-    for top_k in (None, 5):
-        torch.manual_seed(1)
-        new = model.generate(idx.expand(20000, -1), 1, 2.0, top_k)[:, -1]
-        kept = logits if top_k is None else logits.where(logits >= logits.topk(5).values[-1], -math.inf)
-        frequency = torch.bincount(new, minlength=70) / 20000
-        assert (frequency - F.softmax(kept / 2, -1)).abs().max() < 0.012
-
-
-def test_padded_ids_cannot_be_sampled():
-    model = make(vocab_size=65)     # padded to 128
-    out = model.generate(ids(64, 1, vocab_size=65), 30, temperature=5.0, top_k=1000)
-    assert out.max() < 65
-
-
-def test_temperature_and_top_k_at_their_ends():
-    model, idx = make(), ids(2, 4)
-    greedy = model.generate(idx, 12, 0)
-    for temperature, top_k in ((1e-45, None), (0, 3), (1.0, 1), (5.0, 1)):
-        assert torch.equal(model.generate(idx, 12, temperature, top_k), greedy)
-    torch.manual_seed(0)
-    plain = model.generate(idx, 12)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(idx, 12, 1.0, 100000), plain)
-    assert torch.equal(model.generate(idx, 0), idx)
-
-
-@pytest.mark.parametrize("idx, settings, word", [
-    (ids(1, 0), {}, "at least one"), (torch.tensor([[70]]), {}, "0..69"), (torch.tensor([[-1]]), {}, "0..69"),
-    (ids(1, 3), {"temperature": -1.0}, "-1"), (ids(1, 3), {"temperature": math.nan}, "nan"), (ids(1, 3), {"top_k": 0}, "top_k")])
-def test_generate_refuses_in_words(idx, settings, word):
-    with pytest.raises(ValueError, match=word):
-        make().generate(idx, 3, **settings)
-
-
 @pytest.mark.parametrize("changes, word", [
-    ({"norm": "sandwich"}, "pre, post, peri, geo"), ({"n_embd": 130, "n_head": 4}, "130"), ({"n_embd": 36, "n_head": 4}, "rotary"),
-    ({"block_size": 0}, "block_size"), ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "-1"), ({"dropout": 1.0}, "dropout"),
-    ({"dropout": -0.1}, "dropout"), ({"geo_decay": "cosine"}, "harmonic"), ({"geo_p": -1.0}, "p must"), ({"geo_max_angle": 0}, "max_angle")])
+    ({"norm": "sandwich"}, "pre, post, peri, geo"), ({"n_embd": 130, "n_head": 4}, "130"),
+    ({"n_embd": 36, "n_head": 4}, "rotary"), ({"block_size": 0}, "block_size"),
+    ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "-1"), ({"dropout": 1.0}, "dropout"),
+    ({"dropout": -0.1}, "dropout"), ({"decay": "cosine"}, "own, none, harmonic, sqrt, linear"),
+    ({"entry": "gain"}, "own, none, norm"), ({"geo_p": -1.0}, "geo_p must"),
+    ({"geo_max_angle": 0}, "geo_max_angle")])
 def test_config_refuses_in_words(changes, word):
     with pytest.raises(ValueError, match=word):
         GPTConfig(**changes)
@@ -244,11 +233,15 @@ def test_a_placement_nobody_wrote_is_an_error():
     residual.norm = "mix"
     with pytest.raises(ValueError, match="mix"):
         residual(torch.ones(1, 1, 16))
+    config = GPTConfig(n_embd=16, n_head=2)
+    config.norm = "mix"
+    with pytest.raises(ValueError, match="mix"):
+        edge_norms(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stream_is_float32_under_autocast(norm, dtype):
-    """RMSNorm alone answers bf16 on a CPU and float32 on CUDA: then the table would compare dtypes."""
+    """RMSNorm by itself answers bf16 on a CPU and float32 on CUDA: a comparison of dtypes."""
     model, seen = make(norm), set()
     for module in model.modules():
         if isinstance(module, (Block, Residual, torch.nn.RMSNorm)):
@@ -262,7 +255,8 @@ def test_stream_is_float32_under_autocast(norm, dtype):
 
 def test_extreme_embedding_rows_are_finite(norm):
     """A zero row, a row of 300 in float16 (its square overflows), a bf16 row of std 0.058."""
-    for dtype, value in ((torch.float32, 0.0), (torch.float16, 0.0), (torch.float16, 300.0), (torch.bfloat16, None)):
+    for dtype, value in ((torch.float32, 0.0), (torch.float16, 0.0), (torch.float16, 300.0),
+                         (torch.bfloat16, None)):
         model = make(norm).to(dtype)
         with torch.no_grad():
             model.wte.weight[7] = torch.randn(32) * 0.058 if value is None else value
@@ -292,8 +286,43 @@ def test_head_is_the_embedding_after_loading(norm):
     model, twin = make(norm), make(norm, seed=1)
     count = sum(p.numel() for p in model.parameters())
     twin.load_state_dict(model.state_dict())
-    assert sum(p.numel() for p in twin.parameters()) == count == sum(v.numel() for v in model.state_dict().values())
+    assert sum(p.numel() for p in twin.parameters()) == count
+    assert sum(v.numel() for v in model.state_dict().values()) == count
     assert torch.equal(twin(ids(1, 8))[0], model(ids(1, 8))[0])
+
+
+def test_loss_is_that_of_forward(norm):
+    """`loss` is what training compiles; it must be the number that `forward` gives."""
+    model, idx = make(norm), ids(2, 10)
+    assert torch.equal(model.loss(idx, idx), model(idx, idx)[1])
+
+
+def test_depth_profile_of_frozen_scalars():
+    """Freezing a parameter once ended the profile with a RuntimeError."""
+    model = make("geo")
+    for residual in model.modules():
+        if isinstance(residual, Residual):
+            residual.step.scale.requires_grad_(False)
+    rows = depth_profile(model, ids(2, 8), ids(2, 8))
+    assert len(rows) == 6 and all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_depth_profile_counts_the_clamped():
+    """The share of tokens that propose a longer turn than max_angle; nothing for the others."""
+    model, idx = make("geo", geo_max_angle=0.3), ids(2, 8)
+    shares = []
+
+    def count(step, inputs, after):
+        x, g = inputs
+        along = (x * g).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
+        turned = (g - along * x).norm(dim=-1) / x.norm(dim=-1)
+        shares.append((turned > 0.3).float().mean().item())
+    for residual in model.modules():
+        if isinstance(residual, Residual):
+            residual.step.register_forward_hook(count)
+    rows = depth_profile(model, idx, idx)
+    assert [row["clamped"] for row in rows] == pytest.approx(shares) and 0 < sum(shares) < 6
+    assert {row["clamped"] for row in depth_profile(make("post"), idx, idx)} == {""}
 
 
 def test_gpt2_preset_is_124m_parameters():
