@@ -5,8 +5,8 @@ output g as a proposed move. Only the part of g that is tangent to the sphere ca
 and its length says how far to turn:
 
     1. tangent          v  = g - (<x,g> / <x,x>) x
-    2. angle            theta = (scale * min(|v|/|x|, max_angle) + bias) * decay
-                        theta is kept within +-max_angle
+    2. angle            theta = (scale * min(|v|/|x|, max_angle) + bias) * decay,
+                        clamped to +-max_angle
     3. exponential map  x' = cos(theta) x + sin(theta) |x| v/|v|
 
 So |x'| = |x|, the angle between x and x' is theta, and no norm is needed between the blocks.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 DECAYS = ("none", "harmonic", "sqrt", "linear")
 
-TINY = 1e-30    # the smallest square we take a root or reciprocal of: no nan at 0
+TINY = 1e-30    # floor of squared lengths: roots and quotients then have finite gradients
 
 
 def update_decay(schedule: str, layer: int, n_layer: int) -> float:
@@ -72,9 +72,9 @@ def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Ten
     Returns x', (..., C), with the dtype and length of x. Half precision is computed in float32.
     Raises ValueError if x and g differ in shape.
 
-    Where v = 0 there is no direction: x' = x whatever the bias, and dx'/dg is
-    scale*decay*(I - x x^T/<x,x>), the limit without a bias. The same where v is only the rounding
-    error of step 1. x = 0 stays 0.
+    At g = 0 there is no direction: x' = x whatever the bias, and dx'/dg is
+    scale*decay*(I - x x^T/<x,x>), the limit without a bias. If g is parallel to x up to rounding,
+    x' = x and dx'/dg = 0. x = 0 stays 0 up to rounding.
     """
     if x.shape != g.shape:
         raise ValueError(f"x and g must have one shape, not {tuple(x.shape)} and {tuple(g.shape)}")
@@ -83,21 +83,22 @@ def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Ten
         x = x.float()
     g = g.to(x.dtype)
 
-    # 1. Tangent. x = 0 has none; the clamp keeps its gradient finite.
+    # 1. Tangent. The clamp keeps value and gradient finite at x = 0.
     xx = dot(x, x).clamp(min=TINY)                                      # (..., 1)
     along = dot(x, g) / xx                                              # (..., 1)
     v = g - along * x                                                   # (..., C)
 
-    # 2. Angle. At v = 0 the root of TINY has a finite slope, and the bias must not turn x.
+    # 2. Angle. TINY keeps the root's gradient finite at v = 0, where the bias must not turn x.
     x_length = xx.sqrt()
     v_length = (dot(v, v) + TINY).sqrt()
-    bias = bias * (v_length > 2e-15).to(x.dtype)
+    bias = bias * (v_length > 2 * math.sqrt(TINY)).to(x.dtype)
     theta = (scale * (v_length / x_length).clamp(max=max_angle) + bias) * decay
     if p != math.inf:
         theta = p * torch.atan(theta / p)
     theta = theta.clamp(-max_angle, max_angle)
 
-    # If g is parallel to x, v is rounding error: trust it only if it is clearly larger than that.
+    # Step 1 subtracts along*x with an error of about eps times its length. A v that is not clearly
+    # longer has no direction: moving along it would change |x|.
     rounding = 16 * torch.finfo(x.dtype).eps * along.detach().abs() * x_length.detach()
     theta = theta.masked_fill(v_length < rounding, 0.0)
 
@@ -106,7 +107,7 @@ def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Ten
 
 
 def check_step(max_angle: float, p: float):
-    """Raise ValueError for what no geodesic step can use."""
+    """Raise ValueError if max_angle or p is invalid."""
     if not 0 < max_angle <= math.pi:
         raise ValueError(f"max_angle must be above 0 and at most pi radians, not {max_angle}")
     if not p > 0:

@@ -49,6 +49,7 @@ class GPTConfig:
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, "
                                  f"not {getattr(self, name)!r}")
+        # The message begins with the name of geonorm's argument; the field's has geo_ before it.
         try:
             check_step(self.geo_max_angle, self.geo_p)
         except ValueError as error:
@@ -58,7 +59,7 @@ class GPTConfig:
 def rms_norm(config: GPTConfig, gain: bool = True) -> nn.RMSNorm:
     """RMSNorm (arXiv 1910.07467): x / sqrt(mean(x^2) + eps), times a learned gain.
 
-    One eps, whatever the dtype.
+    eps is fixed, since torch's default depends on the dtype.
     """
     return nn.RMSNorm(config.n_embd, eps=1e-6, elementwise_affine=gain)
 
@@ -66,7 +67,8 @@ def rms_norm(config: GPTConfig, gain: bool = True) -> nn.RMSNorm:
 def rotary_table(config: GPTConfig) -> Tensor:
     """RoPE's angles (arXiv 2104.09864) as (2, block_size, 1, D/2): the cosines, then the sines.
 
-    Always float32: in bfloat16 half of 1024 positions would fall together.
+    Computed in float32: bfloat16 has 512 distinct values for 1024 positions. `rotate` may then
+    round the cosines and sines.
     """
     half = config.n_embd // config.n_head // 2
     channel = torch.arange(half, dtype=torch.float32)
@@ -274,7 +276,7 @@ class GPT(nn.Module):
         return logits, loss
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Only the mean loss, nats/token: compiled, this never writes the (B, T, V) logits."""
+        """Only the mean loss, nats/token. Compiled, it need not return the (B, T, V) logits."""
         return self(idx, targets)[1]
 
     def new_cache(self, batch: int) -> list[Tensor]:
@@ -306,7 +308,7 @@ def depth_profile(model: GPT, idx: Tensor, targets: Tensor) -> list[dict]:
         stream_rms          root mean square of the stream after the sublayer
         update_rms          that of the change it made, divided by that of the stream before
         angle               mean turn of a token's stream, radians
-        clamped             geo: share of tokens whose turn max_angle limits; "" for the others
+        clamped             geo: share of tokens with |v|/|x| > max_angle; "" for the others
         grad_norm           of the loss, in all weights of the sublayer's layer
     """
     changes, clamped, hooks = [], [], []
@@ -331,7 +333,7 @@ def depth_profile(model: GPT, idx: Tensor, targets: Tensor) -> list[dict]:
         if isinstance(module, GeoNorm):
             hooks.append(module.register_forward_hook(watch_step))
     training = model.training
-    loss = model.eval().loss(idx, targets)
+    _, loss = model.eval()(idx, targets)
     model.train(training)
     for hook in hooks:
         hook.remove()

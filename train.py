@@ -6,8 +6,8 @@
     python train.py --norm geo --dataset fineweb --preset gpt2
 
 Each combination of the values given is one run, in the folder OUT_DIR/RUN, whose name lists the
-norm and the flags given that change the model or its training. The same command continues what was
-cut off; one Ctrl-C saves and leaves. data/compare.py makes the table. Losses are nats/token.
+norm and the given flags that can take several values. The same command resumes an interrupted run;
+Ctrl-C saves and exits. data/compare.py makes the table. Losses are nats/token.
 """
 import math
 import sys
@@ -31,9 +31,6 @@ from model import ENTRIES, GPT, NORMS, GPTConfig, depth_profile
 LOG_COLUMNS = ["step", "train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "grad_norm",
                "tokens_per_second", "peak_mb", "train_seconds", "elapsed_seconds"]
 
-
-NO_PROGRESS = {"step": 0, "best_val_loss": None, "best_step": 0, "train_seconds": 0.0,
-               "elapsed_seconds": 0.0}
 
 
 # ---------------------------------------------------------------------------------------- settings
@@ -109,21 +106,21 @@ def parse_args(args: list[str] | None = None) -> dict[Path, Config]:
         parser.add_field(f)
     given = parser.parse_fields(fields(Config), args)
 
-    # The axes of the sweep, seeds outermost: a sweep that is cut has whole comparisons.
+    # The axes of the sweep, seeds outermost: cut short, it has finished all norms for some seeds.
     axes = {f.name: given.pop(f.name) for f in fields(Config)
             if f.name in given and not f.metadata["single"]}
     order = sorted(axes, key=lambda name: name != "seed")
 
-    # One run per combination; what is given twice falls into one folder.
+    # One run per combination; equal combinations share a folder, and run once.
     runs = {}
     for values in product(*(axes[name] for name in order)):
         chosen = dict(zip(order, values))
+        base = PRESETS[given.get("preset", "tiny")] | given
+        check_config(parser, Config(**(base | chosen)))     # with the flags of every norm
         norm = chosen.get("norm", Config.norm)
-        for other in NORMS:
-            if other != norm:
-                chosen = {k: v for k, v in chosen.items() if not k.startswith(f"{other}_")}
-        config = Config(**(PRESETS[given.get("preset", "tiny")] | given | chosen))
-        check_config(parser, config)
+        others = tuple(f"{other}_" for other in NORMS if other != norm)
+        chosen = {name: value for name, value in chosen.items() if not name.startswith(others)}
+        config = Config(**(base | chosen))
         words = [f"{name}={chosen[name]}" for name in axes if name in chosen and name != "norm"]
         runs[Path(config.out_dir, "-".join([norm, *words]))] = config
     return runs
@@ -203,7 +200,7 @@ def profile(model: GPT, ids: np.ndarray, config: Config, step: int,
             device: torch.device) -> list[dict]:
     """The lines of depth.csv for this step: `depth_profile` on the first batch of val.
 
-    At most 4,096 tokens and no padding, the same each time.
+    Whole windows without padding, at most 4,096 tokens or one window, the same each time.
     """
     x, y, _ = next(val_batches(ids, config))
     full = (y >= 0).all(dim=1).nonzero()[:max(1, 4096 // config.block_size), 0]
@@ -263,22 +260,22 @@ def backend(config: Config, device: torch.device) -> tuple[str, bool]:
     if dtype == "auto":
         bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if bfloat16 else "float16"
-    return dtype, device.type == "cuda" if config.compile is None else config.compile
+    compiled = device.type == "cuda" if config.compile is None else config.compile
+    return dtype, compiled
 
 
 def compile_loss(model: GPT, ids: np.ndarray, config: Config, device: torch.device, autocast):
     """Compile model.loss and call it once, since only the first call compiles.
 
-    Where that does not work, the program ends now, with one line. Only the loss is compiled: the
-    logits would be written, kept for the backward pass, and never read.
+    Where that does not work, the program ends now, with one line.
     """
     torch.compiler.reset()      # torch's limit of compilations is per process, not per run
     model.loss = torch.compile(model.loss)
     try:
         evaluate(model, ids[:config.block_size + 1], config, device, autocast)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         reason = str(error).strip().split("\n")[0][:200]
         sys.exit(f"torch.compile does not work here ({type(error).__name__}: {reason}): install a "
                  "C++ compiler (on a GPU: a C compiler and Triton), or run with --no-compile")
@@ -288,8 +285,8 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
           interrupt: Interrupt) -> bool:
     """Train one run, or continue it, in its folder; returns whether it diverged.
 
-    meta, data: what `data.prepare.load` returns. A loss or gradient that is not finite ends the
-    run; its last checkpoint stays. With float16 only 20 skipped steps in a row do that.
+    meta, data: what `data.prepare.load` returns. A loss or gradient that is not finite ends the run
+    and leaves its checkpoint; float16's scaler may skip 19 such gradients in a row.
     """
     run = Run(folder, config, meta)
     torch.manual_seed(config.seed)      # it gives every placement the same weights
@@ -313,11 +310,11 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
         compile_loss(model, data["val"], config, device, autocast)
     run.start(make_record(config, model, meta, device, dtype, compiled), LOG_COLUMNS)
 
-    accumulate = config.gradient_accumulation_steps
+    accumulate, first = config.gradient_accumulation_steps, run.step + 1
+    tokens_per_step = config.batch_size * config.block_size * accumulate
     bad_streak = torch.zeros((), device=device)     # steps in a row that were not finite
-    mark = saved = time.perf_counter()
-    first = mark_step = run.step
-    for step in range(first + 1, config.max_iters + 1):
+    mark, mark_step, saved = time.perf_counter(), run.step, time.perf_counter()
+    for step in range(first, config.max_iters + 1):
         rate = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -325,18 +322,18 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
         batches = [get_batch(data["train"], config, number, device) for number in numbers]
         loss, grad_norm = training_step(model, optimizer, scaler, batches, autocast,
                                         config.grad_clip)
-        finite = loss.isfinite() & grad_norm.isfinite()
-        bad_streak = torch.where(finite, 0.0, bad_streak + 1)
+        bad_streak = torch.where(loss.isfinite() & grad_norm.isfinite(), 0.0, bad_streak + 1)
 
-        # On CUDA the first step compiles the backward pass: the clock starts after it.
-        if step == first + 1 and device.type == "cuda":
+        # The first step on CUDA includes warming up and compiling: it is not timed.
+        if step == first and device.type == "cuda":
             torch.cuda.synchronize(device)
             mark, mark_step = time.perf_counter(), step
 
-        # Unless it is time to look, continue: so far, nothing has waited for the device.
-        last = step == config.max_iters
+        # Only steps that log, evaluate or stop wait for the device.
+        last, stop = step == config.max_iters, interrupt.number
         evaluating = last or step % config.eval_interval == 0
-        if not (evaluating or step == 1 or step % config.log_interval == 0 or interrupt.number):
+        logging = evaluating or step == 1 or step % config.log_interval == 0
+        if not (logging or stop):
             continue
 
         # Measure.
@@ -347,8 +344,7 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
                "peak_mb": peak_memory(device), "train_seconds": run.train_seconds,
                "elapsed_seconds": run.elapsed()}
         if step > mark_step:
-            tokens = config.batch_size * config.block_size * accumulate * (step - mark_step)
-            row["tokens_per_second"] = tokens / (now - mark)
+            row["tokens_per_second"] = (step - mark_step) * tokens_per_step / (now - mark)
 
         # Evaluate, unless the run has diverged.
         diverged = not math.isfinite(loss) or bad >= (20 if scaler.is_enabled() else 1)
@@ -361,14 +357,15 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
             return True
 
         # Log; save at an evaluation, on an interrupt, and every ten minutes.
-        run.log(row)
-        say_progress(folder, config, row)
+        if logging:
+            run.log(row)
+            say_progress(folder, config, row)
         if last:
             run.depth += profile(model, data["val"], config, step, device)
-        if evaluating or interrupt.number or now - saved > 600:
+        if evaluating or stop or now - saved > 600:
             run.save(row, model, optimizer, scaler, meta["tokenizer"])
             saved = time.perf_counter()
-        if interrupt.number and not last:
+        if stop and not last:
             print(f"stopped: step {step} is saved in {folder}, and the same command (without "
                   "--overwrite) continues from there", flush=True)
             return False
@@ -391,7 +388,7 @@ def say_progress(folder: Path, config: Config, row: dict):
 
 def main(runs: dict[Path, Config]):
     """Train every run in turn, then print the table. All are checked before the first starts."""
-    config = next(iter(runs.values()))
+    config = next(iter(runs.values()))      # single flags are the same in every run
     if config.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: this torch sees no CUDA GPU; run with --device cpu")
     cuda = config.device != "cpu" and torch.cuda.is_available()
@@ -405,27 +402,27 @@ def main(runs: dict[Path, Config]):
             check_run(folder, config, meta)
     announce(runs)
 
-    diverged = []
+    results = []
     with Interrupt() as interrupt:
         if config.overwrite:
             discard(runs)
         for folder, config in runs.items():
             with locked(folder) as free:
                 if free:
-                    diverged.append(train(folder, config, meta, data, device, interrupt))
+                    results.append(train(folder, config, meta, data, device, interrupt))
                 else:
                     print(f"{folder} is skipped: another process is training in it", flush=True)
             if interrupt.number:
                 sys.exit(128 + interrupt.number)
-    if not diverged:
+    if not results:
         sys.exit("nothing to do: other processes are training every run of this command")
     compare(list(runs), Path(config.out_dir))
-    if all(diverged):
+    if all(results):
         sys.exit("every run diverged: lower --learning_rate or lengthen --warmup_iters")
 
 
 def announce(runs: dict[Path, Config]):
-    """Say in one line what will be trained, and in another if the warm-up leaves nothing."""
+    """Say what will be trained, and warn if a warm-up lasts to the end of its run."""
     config = next(iter(runs.values()))
     norms = ", ".join(dict.fromkeys(config.norm for config in runs.values()))
     print(f"{norms}: {len(runs)} run(s) of {config.max_iters} steps on {config.dataset}, in "
@@ -434,28 +431,36 @@ def announce(runs: dict[Path, Config]):
         end = min(config.max_iters, config.lr_decay_iters or config.max_iters)
         if config.warmup_iters >= end:
             highest = max(learning_rate(step, config) for step in range(1, config.max_iters + 1))
-            print(f"--warmup_iters {config.warmup_iters} leaves no step at --learning_rate "
-                  f"{config.learning_rate}: the largest of this run is {highest:.3g}", flush=True)
+            print(f"--warmup_iters {config.warmup_iters} never reaches --learning_rate "
+                  f"{config.learning_rate}: the highest of this run is {highest:.3g}", flush=True)
             break
 
 
 def discard(runs: dict[Path, Config]):
-    """Remove the checkpoints of every run: a sweep that is cut must not continue the old ones."""
+    """Remove the checkpoints of all runs but the first, whose own start removes them.
+
+    Without that, an overwritten sweep that is cut short would continue the old runs.
+    """
     for folder in list(runs)[1:]:
         with locked(folder) as free:
-            for name in ("ckpt.pt", "best.pt"):
+            for name in ("best.pt", "ckpt.pt"):
                 if free:
                     (folder / name).unlink(missing_ok=True)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether that is what an error means: on a CPU it is a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate" in str(error)
+
+
 def run_command():
-    """The command line: parse, train, and meet a full memory in one line."""
+    """The command line: parse and train; running out of memory prints one line."""
     try:
         main(parse_args())
     except (RuntimeError, MemoryError) as error:
-        # On a CPU, out of memory is a plain RuntimeError.
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not known and "allocate" not in str(error):
+        if not out_of_memory(error):
             raise
         sys.exit("out of memory: halve --batch_size and double --gradient_accumulation_steps for "
                  "the same steps")

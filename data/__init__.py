@@ -1,4 +1,4 @@
-"""What the commands share: flags, one-line errors, quiet endings, files that are always whole."""
+"""What the commands share: flags, one-line errors, exits without a traceback, atomic writes."""
 import argparse
 import math
 import os
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     def add_field(self, f):
         """Add the flag of a dataclass field made by `flag`; one that is not single takes a list."""
         text, kind = f.metadata["help"], f.metadata["kind"]
-        if f.default not in (None, False):
+        if f.default is not None and f.default is not False:
             text += f" (default: {f.default})"
         if kind is bool:
             self.add_argument(f"--{f.name}", action=argparse.BooleanOptionalAction, help=text)
@@ -100,8 +100,8 @@ def command(main, closed_pipe: int = 0):
 def flush_consoles():
     """Write what stdout and stderr still hold. Raises an OSError that names the one that failed.
 
-    That one then leads nowhere: Python flushes once more when it exits, and would end with a
-    traceback and exit code 120. A console that was closed, as by `>&-`, is None.
+    That one is then redirected to os.devnull: Python flushes once more when it exits, and would
+    end with a traceback and exit code 120. A console that was closed, as by `>&-`, is None.
     """
     failure = None
     for console, name in ((sys.stderr, "standard error"), (sys.stdout, "standard output")):

@@ -6,7 +6,7 @@
                 ckpt.pt         all that training needs to continue
                 best.pt         the weights with the lowest val loss, for sample.py
 
-Three doors: `check_run` (may this command continue the run?) and `Run` for train.py, and
+The interface: `check_run` (may this command continue the run?) and `Run` for train.py, and
 `load_checkpoint` for sample.py. data/compare.py reads config.json, log.csv and depth.csv.
 """
 import csv
@@ -30,8 +30,12 @@ from data import MAY_DIFFER, atomic
 FORMAT = "nanonorm 3"
 HOW_TO_START_OVER = ("choose another --out_dir, delete that folder, "
                      "or --overwrite every run of this command")
-BEST_KEYS = ("format", "model", "model_config", "tokenizer", "progress")
-KEYS = (*BEST_KEYS, "files", "optimizer", "scaler", "rng", "cuda_rng")
+# What best.pt and ckpt.pt hold, and what is in their progress.
+BEST_KEYS = {"format": str, "model": dict, "model_config": dict, "tokenizer": str, "progress": dict}
+KEYS = BEST_KEYS | {"files": dict, "optimizer": dict, "scaler": dict, "rng": torch.Tensor,
+                    "cuda_rng": (torch.Tensor, type(None))}
+PROGRESS = {"step": int, "best_step": int, "best_val_loss": float, "train_seconds": float,
+            "elapsed_seconds": float}
 RECORD = ("config.json", "log.csv", "depth.csv")    # a checkpoint holds their text
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -112,35 +116,71 @@ def load_checkpoint(path: Path) -> dict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # one line is enough for a file of another program
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:      # torch.load meets a damaged file with errors of many types
+    except Exception as error:      # torch.load raises many types for a damaged file
         sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): "
                  f"{HOW_TO_START_OVER}")
     found = state.get("format") if isinstance(state, dict) else None
     if isinstance(found, str) and found.startswith("nanonorm") and found != FORMAT:
-        sys.exit(f"{path} was written by an older version of this program and cannot be used: "
+        sys.exit(f"{path} was written by another version of this program and cannot be used: "
                  f"{HOW_TO_START_OVER}")
-    if found != FORMAT or any(name not in state for name in BEST_KEYS):
+    if found != FORMAT or not has(state, BEST_KEYS):
         sys.exit(f"{path} is not a whole checkpoint of this program (keys are missing): "
                  f"{HOW_TO_START_OVER}")
     return state
 
 
-def check_run(folder: Path, config, meta: dict, text: str | None = None):
+def has(state: dict, kinds: dict) -> bool:
+    """Whether a dict has all these keys, with values of these types."""
+    return all(name in state and isinstance(state[name], kind) for name, kind in kinds.items())
+
+
+def load_to_train(path: Path) -> dict:
+    """A checkpoint to continue from. One that holds less than that ends the program."""
+    state = load_checkpoint(path)
+    if not has(state, KEYS):
+        sys.exit(f"{path} holds only weights, as best.pt does, and cannot be trained on: "
+                 f"{HOW_TO_START_OVER}")
+    files = dict.fromkeys(RECORD, str)
+    if not (has(state["progress"], PROGRESS) and has(state["files"], files)
+            and parse_record(state["files"]["config.json"])):
+        sys.exit(f"{path} is not a whole checkpoint of this program (its record is damaged): "
+                 f"{HOW_TO_START_OVER}")
+    return state
+
+
+def parse_record(text: str | None) -> dict | None:
+    """The text of a config.json as a dict, or None if it is no record of a run."""
+    try:
+        record = json.loads(text)
+        config, data = record["config"], record["data"]
+        if isinstance(config["max_iters"], int) and data["tokenizer"] and data["sha256"]:
+            return record
+    except (ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def check_run(folder: Path, config, meta: dict, saved: str | None = None):
     """End the program with one line if the run in `folder` cannot continue with these settings.
 
-    config: a train.Config. meta: the dataset's. text: that of the run's config.json, if at hand.
+    config: a train.Config. meta: the dataset's. saved: the checkpoint's copy of config.json; None
+    reads the one in the folder.
     """
-    if text is None and not (folder / "ckpt.pt").exists():
+    if saved is None and not (folder / "ckpt.pt").exists():
         if (folder / "best.pt").exists():
             sys.exit(f"{folder} holds best.pt but no ckpt.pt to continue from: {HOW_TO_START_OVER}")
         return
-    try:
-        was = json.loads(text or read_text(folder / "config.json") or "")
-        trained, tokenizer, sha256 = was["config"], was["data"]["tokenizer"], was["data"]["sha256"]
-    except (ValueError, KeyError, TypeError):
+    was = parse_record(saved or read_text(folder / "config.json"))
+    if was is None:
         return      # the checkpoint has a copy, which `Run` will read
     if was.get("format") != FORMAT:
         sys.exit(f"{folder} was written by another version of this program: {HOW_TO_START_OVER}")
+    trained, tokenizer, sha256 = was["config"], was["data"]["tokenizer"], was["data"]["sha256"]
+
+    # The folder's config.json may be of a longer run that was killed before it saved anything.
+    if saved is None and trained["max_iters"] > config.max_iters:
+        saved = load_to_train(folder / "ckpt.pt")["files"]["config.json"]
+        return check_run(folder, config, meta, saved)
 
     # Another tokenizer or text, or other settings; only max_iters may grow.
     if tokenizer != meta["tokenizer"]:
@@ -148,11 +188,11 @@ def check_run(folder: Path, config, meta: dict, text: str | None = None):
                  f"{meta['tokenizer']}: {HOW_TO_START_OVER}")
     now = plain(asdict(config))
     for name in sorted({*trained, *now} - MAY_DIFFER):
-        # config.json may be of a longer run that was killed before it saved anything.
-        longer = name == "max_iters" and (text is None or now[name] > trained[name])
-        if trained.get(name) != now.get(name) and not longer:
-            sys.exit(f"{folder} was trained with --{name} {trained.get(name)}, not "
-                     f"{now.get(name)}: {HOW_TO_START_OVER}")
+        before, after = trained.get(name), now.get(name)
+        longer = name == "max_iters" and after > before
+        if before != after and not longer:
+            sys.exit(f"{folder} was trained with --{name} {before}, not {after}: "
+                     f"{HOW_TO_START_OVER}")
     if sha256 != meta["sha256"]:
         sys.exit(f"{folder} was trained on another text than data/{config.dataset} holds now: "
                  f"{HOW_TO_START_OVER}")
@@ -194,8 +234,8 @@ class Run:
     train_seconds the time spent in steps, and depth the rows of depth.csv. A run with other
     settings, a damaged one, and a file that cannot be written end the program with one line.
 
-    Call `restore` if there is a `state`, the checkpoint; `start` once nothing can fail early any
-    more; then `log` and `save`.
+    Call `restore` if there is a `state`, the checkpoint; `start` after everything that can fail
+    early, since it deletes the files of an older run; then `log` and `save`.
     """
 
     def __init__(self, folder: Path, config, meta: dict):
@@ -210,13 +250,9 @@ class Run:
             return
 
         # The checkpoint decides; the other files follow it.
-        state = load_checkpoint(path)
-        if any(name not in state for name in KEYS):
-            sys.exit(f"{path} holds only weights, as best.pt does, and cannot be trained on: "
-                     f"{HOW_TO_START_OVER}")
+        state = load_to_train(path)
         check_run(folder, config, meta, state["files"]["config.json"])
         self.state = state
-        self.repair()
 
     def repair(self):
         """Make every file agree with the checkpoint: a kill may have come between two of them."""
@@ -247,18 +283,23 @@ class Run:
             self.best_val_loss = state["progress"]["best_val_loss"]
             self.train_seconds = state["progress"]["train_seconds"]
             self.begin -= state["progress"]["elapsed_seconds"]
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             sys.exit(f"{self.folder}/ckpt.pt does not fit this model.py ({type(error).__name__}): "
                      f"{HOW_TO_START_OVER}")
+        if not all(weight.isfinite().all() for weight in model.parameters()):
+            sys.exit(f"{self.folder}/ckpt.pt holds weights that are not finite: "
+                     f"{HOW_TO_START_OVER}")
+        self.repair()
         self.log_rows = list(csv.DictReader(io.StringIO(files["log.csv"])))
+        # The last profile belongs to the old last step; the new one will have its own.
         depth = csv.DictReader(io.StringIO(files["depth.csv"]))
         self.depth = [row for row in depth if row["step"] == "0"]
 
     def start(self, record: dict, log_columns: list[str]):
-        """Write the record anew, or continue it, and say in one line what begins."""
+        """Delete what a new run replaces, write the record, and say in one line what begins."""
         line = f"{self.folder}: {record['parameters']:,} parameters on {where(record)}"
         if self.state is None:
-            for name in ("ckpt.pt", "best.pt", *RECORD):
+            for name in ("best.pt", "ckpt.pt", *RECORD):
                 (self.folder / name).unlink(missing_ok=True)
         else:
             was, now = json.loads(self.state["files"]["config.json"]), record
@@ -298,8 +339,10 @@ class Run:
     def diverged(self, row: dict, bad: float):
         """Log and print the end of a run whose last `bad` steps were not finite."""
         began = row["step"] - max(int(bad), 1) + 1
-        logged = int(self.log_rows[-1]["step"]) if self.log_rows else 0
-        self.log(row | {"step": max(began, logged + 1), "train_loss": math.nan})
+        # With float16, skipped steps may have been logged: the record ends where they began.
+        self.log_rows = [line for line in self.log_rows if int(line["step"]) < began]
+        self.write("log.csv", csv_text(self.columns, self.log_rows))
+        self.log(row | {"step": began, "train_loss": math.nan})
         saved = f"The checkpoint is of step {self.step}." if self.step else "Nothing was saved yet."
         print(f"{self.folder.name} diverged at step {began}: its loss or gradient is not finite, "
               "most likely from too high a learning rate; lower --learning_rate or lengthen "

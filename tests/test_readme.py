@@ -1,9 +1,10 @@
-"""The README's code, run as it stands there."""
-import json
-import os
+"""The README's commands and code, run as they are printed there, and its numbers."""
+import csv
+import math
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,68 +15,81 @@ import torch
 
 import data.prepare
 import train
-from model import GPT, NORMS, GPTConfig
+from model import NORMS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "data" / "results" / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", README, re.S)
+def blocks(kind: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
+
+
+def commands(text: str) -> list[str]:
+    """The training commands, with their shell variables put in."""
+    found = []
+    for block in blocks("sh", text):
+        variables = dict(re.findall(r'^(\w+)="(.*)"$', block, re.M))
+        for line in block.replace("\\\n", " ").splitlines():
+            if "train.py" in line:
+                found.append(re.sub(r"\$(\w+)", lambda match: variables[match[1]], line))
+    return found
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The program in a folder of its own, with a small text where stdlib would be."""
-    for name in ("train.py", "model.py", "geonorm.py", "sample.py", "data/prepare.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py")):
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
     text = tmp_path / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 110, 5000, dtype=np.uint8).tobytes())
-    monkeypatch.setattr(data.prepare, "HERE", tmp_path / "data")
+    monkeypatch.setattr(data.prepare, "DATA_DIR", tmp_path / "data")
     data.prepare.prepare([str(text)], name="stdlib")
     return tmp_path
 
 
-def test_train_commands_run_at_toy_size(copy, monkeypatch, capsys):
-    """Every training command of the README, sweeps and all, with its own flags but for the size of model, text and run."""
-    monkeypatch.setattr(train, "HERE", copy)
-    toy = dict(dataset="stdlib", device="cpu", compile=False, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=2,
-               gradient_accumulation_steps=1, max_iters=2, warmup_iters=1, eval_interval=2, eval_iters=1)
-    commands = [line for block in blocks("sh") for line in block.splitlines() if "train.py" in line]
-    assert len(commands) >= 10
-    for command in commands:
-        configs = train.parse_args(shlex.split(command.split("train.py")[1]))
-        for config in configs:
-            vars(config).update(toy, folder=copy / config.folder, out_dir=str(copy / config.out_dir))
-        train.main(configs)
+TOY = dict(dataset="stdlib", device="cpu", compile=False, n_layer=2, n_head=2, n_embd=8,
+           block_size=8, batch_size=2, gradient_accumulation_steps=1, max_iters=2, warmup_iters=1,
+           eval_interval=2, eval_iters=1)
+
+
+def toy_runs(command: str, folder: Path) -> dict:
+    """The first and the last run of each norm of a command, at toy size, in `folder`."""
+    runs, chosen = train.parse_args(shlex.split(command.split("train.py")[1])), {}
+    for config in runs.values():
+        vars(config).update(TOY, out_dir=str(folder))
+    for norm in NORMS:
+        own = [path for path, config in runs.items() if config.norm == norm]
+        chosen |= {folder / path.name: runs[path] for path in (*own[:1], *own[-1:])}
+    return chosen
+
+
+@pytest.mark.parametrize("text", [README, RESULTS], ids=["README", "results"])
+def test_train_commands_run_at_toy_size(text, copy, capsys):
+    """Every training command, with its own flags but for the size of model, text and run."""
+    found = commands(text)
+    assert len(found) >= 4
+    for number, command in enumerate(found):
+        runs = toy_runs(command, copy / str(number))
+        train.main(runs)
         table = capsys.readouterr().out.partition("\nnorm ")[2].splitlines()[1:]
-        settings = {(c.norm, c.geo_decay, c.geo_p, c.learning_rate) for c in configs}
-        assert [line.split(" ")[0] in NORMS for line in table] == [True] * len(settings)
-        lines = (copy / config.out_dir / "compare.csv").read_text().splitlines() if len(configs) > 1 else ["", ""]
-        assert len(lines) == 1 + len(configs)
+        assert table and table[0].split(" ")[0] in NORMS
+        if len(runs) > 1:
+            lines = (copy / str(number) / "compare.csv").read_text(encoding="utf-8").splitlines()
+            assert len(lines) == 1 + len(runs)
 
 
-def test_ddp_example_is_one_process_on_the_joined_batch(copy, monkeypatch):
-    """Two gloo processes under torchrun, for 20 steps, against one that sees both batches at once."""
-    (copy / "ddp.py").write_text(blocks("python")[0], encoding="utf-8")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517",
-                          "ddp.py"], cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
-    monkeypatch.setattr(train, "HERE", copy)
-    config = train.Config(norm="geo", dataset="stdlib", learning_rate=1e-3)
-    meta, ids = train.load_data(config)
-    torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(config.block_size, meta["vocab_size"], config.n_layer, config.n_head, config.n_embd, norm="geo"))
-    optimizer = torch.optim.AdamW(model.param_groups(config.weight_decay), lr=config.learning_rate)
-    for step in range(20):
-        batches = [train.get_batch(ids["train"], config, 2 * step + i, torch.device("cpu")) for i in range(2)]
-        model(*(torch.cat(part) for part in zip(*batches)))[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = torch.load(copy / "ddp.pt", weights_only=True)
-    for name, p in model.state_dict().items():
-        assert (weights[name] - p).abs().max() < 2e-4, name
+def test_other_commands_parse():
+    """Each script that a README names is there, and each flag of it is in the script's --help."""
+    for text in (README, RESULTS):
+        for line in "\n".join(blocks("sh", text)).splitlines():
+            script = re.search(r"python (\S+\.py)", line)
+            if script and "train.py" not in line:
+                source = (ROOT / script[1]).read_text(encoding="utf-8")
+                for name in re.findall(r"--(\w+)", line):
+                    assert f'"--{name}"' in source, line
 
 
 def test_fifth_placement(copy):
@@ -90,20 +104,103 @@ def test_fifth_placement(copy):
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         (copy / name).write_text(source, encoding="utf-8")
-    run = subprocess.run([sys.executable, "train.py", "--norm", "rezero", "--max_iters", "3", "--n_embd", "32", "--eval_iters", "2"],
-                         cwd=copy, capture_output=True, text=True)
+
+    # One process trains it, and checks that it starts with the weights of the others.
+    check = ("import torch, train; from model import GPT, GPTConfig, NORMS\n"
+             "train.main(train.parse_args('--norm rezero --max_iters 3 --n_embd 32 --eval_iters 2'"
+             ".split()))\n"
+             "states = []\n"
+             "for norm in ('pre', 'rezero'):\n"
+             "    torch.manual_seed(1)\n"
+             "    states.append(GPT(GPTConfig(8, 70, 2, 2, 8, norm=norm)).state_dict())\n"
+             "shared = [n for n in states[0] if n in states[1]]\n"
+             "assert all(torch.equal(states[0][n], states[1][n]) for n in shared)\n")
+    run = subprocess.run([sys.executable, "-c", check], cwd=copy, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "rezero" in run.stdout.splitlines()[-1]
-    names = torch.load(copy / "out/rezero/ckpt.pt", weights_only=True)["model"]
-    assert "blocks.0.mlp.a" in names and "blocks.0.mlp.norm_in.weight" not in names
+    checkpoint = torch.load(copy / "out/rezero-n_embd=32/ckpt.pt", weights_only=True)
+    assert "blocks.0.mlp.a" in checkpoint["model"]
+    assert "blocks.0.mlp.norm_in.weight" not in checkpoint["model"]
 
 
-def test_bench(tmp_path):
-    """The timing script runs, and writes what it prints."""
-    out = tmp_path / "out.json"
-    flags = "step --rounds 1 --no-compiled --norm pre geo --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 2 --device cpu"
-    run = subprocess.run([sys.executable, ROOT / "tests/bench.py", *flags.split(), "--json", out], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    assert [row["norm"] for row in rows] == ["pre", "geo", "plain nanoGPT"] and rows[0]["ratio"] == 1
-    assert all(row["ms"] > 0 and row["peak MB"] > 10 for row in rows)
+# ---------------------------------------------------------------------------------------- numbers
+
+T95 = {2: 12.7062, 3: 4.3027, 4: 3.1824, 5: 2.7764}     # Student's t by number of pairs
+NOTHING = 0.95 * 3.3475     # of the loss of Tiny Shakespeare's byte frequencies, nats
+
+
+def rows_of(selector: str) -> list[dict]:
+    """The lines of data/results/FILE.csv that `FILE: name=value name=value` selects."""
+    name, wanted = selector.split(": ")
+    with open(ROOT / "data" / "results" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    pairs = [word.split("=") for word in wanted.split()]
+    return [line for line in lines if all(line[key] == value for key, value in pairs)]
+
+
+def learned(selector: str) -> dict[int, float]:
+    """Loss by seed of the runs that learned something."""
+    losses = {int(line["seed"]): float(line["val_loss"]) for line in rows_of(selector)}
+    return {seed: loss for seed, loss in losses.items() if loss < NOTHING}
+
+
+def loss_cell(selector: str) -> str:
+    """`1.846 (0.002), 3 seeds`, and how many learned nothing."""
+    losses, count = list(learned(selector).values()), len(rows_of(selector))
+    if not losses:
+        return f"all {count} learned nothing"
+    text = f"{statistics.mean(losses):.3f}"
+    if len(losses) > 1:
+        text += f" ({statistics.stdev(losses):.3f})"
+    text += f", {len(losses)} seed" + ("s" if len(losses) > 1 else "")
+    return text if len(losses) == count else f"{text}; {count - len(losses)} learned nothing"
+
+
+def difference_cell(selector: str, base: str) -> str:
+    """`+0.054 ± 0.021`, the mean over pairs of seeds and its 95% interval; ~ if that holds 0."""
+    ours, theirs = learned(selector), learned(base)
+    pairs = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if selector == base or not pairs:
+        return ""
+    mean = statistics.mean(pairs)
+    if len(pairs) == 1:
+        return f"{mean:+.3f}"
+    half = T95[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return f"{mean:+.3f} ± {half:.3f}" + (" ~" if abs(mean) <= half else "")
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables, as rows of cells; the line of dashes is left out."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")]
+                for line in block.splitlines()]
+        found.append([[cell.strip("| ") for cell in row] for row in rows if "---" not in row[0]])
+    return found
+
+
+def test_numbers_are_those_of_the_files():
+    """A digit in the text once outlived its file: each loss, difference and interval is recomputed.
+
+    A table of results has the selector of its rows in the second column, and that of the row it
+    compares with in the header of the fourth.
+    """
+    checked = 0
+    for header, *rows in tables(RESULTS):
+        base = re.search(r"minus .*`(\w+-?\w*: .*)`", header[-1])
+        if not base:
+            continue
+        for setting, selector, loss, difference in rows:
+            selector = selector.strip("`")
+            assert loss == loss_cell(selector), setting
+            assert difference == difference_cell(selector, base[1]), setting
+            checked += 1
+    assert checked >= 20
+
+
+def test_findings_repeat_the_results():
+    """Every loss and difference among the README's findings is in a table of data/results."""
+    findings = README.partition("## What we measured")[2].partition("\n## ")[0]
+    found = re.findall(r"\d\.\d{3}", findings)
+    printed = set(re.findall(r"\d\.\d{3}", RESULTS))
+    assert len(found) >= 10 and set(found) <= printed

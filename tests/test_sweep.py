@@ -1,12 +1,13 @@
-"""Sweeps and the depth profile as their user meets them: which runs a command makes, that a stopped sweep ends as an
-undisturbed one, the table's statistics, compare.csv, compare.png, depth.csv."""
-import csv
+"""Sweeps as their user meets them: which runs a command makes and what their folders are called,
+stopped sweeps, several processes, diverged runs, the table at the end; and the depth profile.
+
+What the table and compare.csv say of made-up runs is in test_compare.py.
+"""
 import importlib.util
 import math
-import re
+import os
 import signal
-import sys
-from dataclasses import asdict, fields
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -14,114 +15,218 @@ import numpy as np
 import pytest
 import torch
 
+import data.compare
 import train
-from model import GPT, NORMS, GPTConfig
-from test_train import CPU, at_step, configs, exit_code, files, inject, load, log, refusal, run, same, start
-from test_train import here, root      # noqa: F401 (fixtures)
+from data import flag
+from data.runs import locked
+from helpers import (
+    CPU, TINY, at_step, cells, config, configs, exit_code, files, inject, load, log, read, record,
+    refusal, run, same, saved_step, signal_at, start, steps)
+from helpers import datasets, here      # noqa: F401 (fixtures)
+from model import GPT, NORMS, GPTConfig, depth_profile
 
 MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-TIMES = ("train_seconds", "elapsed_seconds")
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+DRAW = data.compare.draw
+SECONDS = ("train_seconds", "elapsed_seconds")
 
 
 def results(out: Path) -> list[tuple]:
-    """Of each run its line of compare.csv, its log.csv and depth.csv, without the times."""
-    return [({k: v for k, v in line.items() if k not in TIMES}, log(out / line["run"]), read(out / line["run"] / "depth.csv"))
+    """Of each run its line of compare.csv, its log.csv and depth.csv, without times."""
+    return [({k: v for k, v in line.items() if k not in (*SECONDS, "peak_mb")},
+             log(out / line["run"]), read(out / line["run"] / "depth.csv"))
             for line in read(out / "compare.csv")]
 
 
-def cells(out: str) -> list[dict[str, str]]:
-    """The lines of the table that out ends in, but for a hint at matplotlib, by its header; what diverged is under ""."""
-    table = out[out.rindex("norm  "):].split("\nno ")[0]
-    names, *lines = (re.split(" {2,}", line.strip()) for line in table.splitlines())
-    return [dict(zip([*names, ""], [*line, ""])) for line in lines]
+def names(*flags) -> list[str]:
+    return [folder.name for folder in configs(*flags)]
 
 
-def numbers(cell: str) -> list[float]:
-    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", cell)]
-
-
-# --------------------------------------------------------------------------------------------------------- flags
+# ----------------------------------------------------------------------------------------- folders
 
 @pytest.mark.parametrize("flags, folders", [
-    ("--norm pre geo", "pre geo"), ("--seed 7 --learning_rate 0.1 --geo_p 2 --geo_decay none", "geo"),
+    ("", "geo"), ("--norm pre geo", "pre geo"),
+    ("--seed 7 --learning_rate 0.1 --geo_p 2 --decay none",
+     "geo-decay=none-learning_rate=0.1-seed=7-geo_p=2.0"),
+    ("--seed 1 --n_embd 16", "geo-n_embd=16-seed=1"),
     ("--norm geo pre --seed 2 1", "geo-seed=2 pre-seed=2 geo-seed=1 pre-seed=1"),
-    ("--norm pre geo --geo_decay none linear --geo_p 2", "pre geo-geo_decay=none geo-geo_decay=linear"),
+    ("--norm pre geo --geo_max_angle 0.5 1 --geo_p 2",
+     "pre geo-geo_max_angle=0.5-geo_p=2.0 geo-geo_max_angle=1.0-geo_p=2.0"),
     ("--norm geo pre --geo_p 2 inf", "geo-geo_p=2.0 geo-geo_p=inf pre"),
-    ("--norm pre pre geo --norm pre --seed 1 1 --learning_rate 1e-3 0.001", "pre geo"),
-    ("--norm peri --seed 1 2 1 --learning_rate 0.1 0.2", "peri-seed=1-learning_rate=0.1 peri-seed=1-learning_rate=0.2 "
-                                                         "peri-seed=2-learning_rate=0.1 peri-seed=2-learning_rate=0.2")])
+    ("--norm pre geo --decay none own",
+     "pre-decay=none pre-decay=own geo-decay=none geo-decay=own"),
+    ("--weight_decay 0 0.1 --n_layer 1 2",
+     "geo-n_layer=1-weight_decay=0.0 geo-n_layer=1-weight_decay=0.1 "
+     "geo-n_layer=2-weight_decay=0.0 geo-n_layer=2-weight_decay=0.1"),
+    ("--norm pre pre geo --norm pre --seed 1 1 --learning_rate 1e-3 0.001",
+     "pre-learning_rate=0.001-seed=1 geo-learning_rate=0.001-seed=1"),
+    ("--max_iters 5 --eval_iters 3 --dtype float32 --eval_interval 2 --preset tiny", "geo"),
+    ("--norm peri --seed 1 2 1 --learning_rate 0.1 0.2",
+     "peri-learning_rate=0.1-seed=1 peri-learning_rate=0.2-seed=1 "
+     "peri-learning_rate=0.1-seed=2 peri-learning_rate=0.2-seed=2")])
 def test_folders(flags, folders):
-    """A run is found by its folder's name: it holds exactly what varies, and what is given twice is one run."""
-    assert [c.folder for c in train.parse_args(["--out_dir", "o", *flags.split()])] == [Path("o", f) for f in folders.split()]
+    """A run is found by its folder's name: the norm and every flag given that changes the model or
+    its training, with one value or many, so that a sweep can always be extended. What is given
+    twice is one run."""
+    found = configs("--out_dir", "o", *flags.split())
+    assert list(found) == [Path("o", name) for name in folders.split()]
 
 
 def test_every_combination():
-    """Each combination is one run in a folder of its own; geo_* multiplies geo alone, and the others keep the defaults."""
+    """Each combination is one run in a folder of its own; geo_* multiplies only geo, and the others
+    keep the defaults."""
     rates, seeds, decays, ps = (1e-3, 3e-3), (1, 2, 3), ("none", "linear"), (1.0, 2.0, math.inf)
-    found = configs("--norm", *NORMS, "--learning_rate", *rates, "--seed", *seeds, "--geo_decay", *decays, "--geo_p", *ps)
-    want = [*product(("pre", "post", "peri"), rates, seeds, ["sqrt"], [math.inf]), *product(["geo"], rates, seeds, decays, ps)]
-    assert sorted((c.norm, c.learning_rate, c.seed, c.geo_decay, c.geo_p) for c in found) == sorted(want)
-    assert len({c.folder for c in found}) == len(want) and not any("geo_" in c.folder.name for c in found if c.norm != "geo")
-    others = [{k: v for k, v in asdict(c).items() if k not in train.SWEPT} for c in found]
+    found = configs("--norm", *NORMS, "--learning_rate", *rates, "--seed", *seeds, "--decay",
+                    *decays, "--geo_p", *ps)
+    want = [*product(("pre", "post", "peri"), rates, seeds, decays, [math.inf]),
+            *product(["geo"], rates, seeds, decays, ps)]
+    axes = ("norm", "learning_rate", "seed", "decay", "geo_p")
+    assert sorted(tuple(getattr(c, name) for name in axes) for c in found.values()) == sorted(want)
+    assert len(found) == len(want)
+    assert not any("geo_" in folder.name for folder, c in found.items() if c.norm != "geo")
+    others = [{k: v for k, v in vars(c).items() if k not in axes} for c in found.values()]
     assert all(other == others[0] for other in others) and others[0]["n_embd"] == 16
 
 
-@pytest.mark.parametrize("flags", ["--learning_rate -1 1e-3", "--learning_rate 1e-3 nan 1e-2", "--learning_rate 1e-3 inf",
-    "--seed 1 -1", "--seed 1 2.5 3", "--geo_decay none cubic", "--geo_p 2 0 inf", "--geo_p 1 nan", "--norm pre sandwich geo"])
+@pytest.mark.parametrize("flags", [
+    "--learning_rate -1 1e-3", "--learning_rate 1e-3 nan 1e-2", "--learning_rate 1e-3 inf",
+    "--seed 1 -1", "--seed 1 2.5 3", "--decay none cubic", "--geo_p 2 0 inf", "--geo_p 1 nan",
+    "--norm pre sandwich geo", "--n_embd 16 18", "--dropout 0 1", "--max_iters 1 2"])
 def test_wrong_value_in_a_list(flags, capsys):
     """A wrong value anywhere in a list is met before hours of training: one line, exit 2."""
     assert exit_code(configs, *flags.split()) == 2
-    assert (err := capsys.readouterr().err).count("\n") == 1 and flags.split()[0] in err
+    err = capsys.readouterr().err
+    word = "2" if "max_iters" in flags else flags.split()[0][2:]
+    assert err.count("\n") == 1 and word in err
 
 
-# ---------------------------------------------------------------------------------------------------- stopped sweeps
+@pytest.mark.parametrize("name", [
+    "batch_size", "block_size", "n_layer", "n_head", "n_embd", "dropout", "learning_rate", "min_lr",
+    "warmup_iters", "lr_decay_iters", "weight_decay", "beta1", "beta2", "grad_clip",
+    "gradient_accumulation_steps", "seed", "entry", "decay", "geo_p", "geo_max_angle"])
+def test_any_flag_is_an_axis(name):
+    """One flag after another could once be swept only after an edit in several places."""
+    values = {"dropout": (0.1, 0.2), "min_lr": (1e-4, 2e-4), "learning_rate": (0.1, 0.2),
+              "entry": ("none", "norm"), "decay": ("none", "sqrt"), "geo_p": (1.0, 2.0),
+              "geo_max_angle": (0.5, 1.0), "weight_decay": (0.0, 0.1), "beta1": (0.8, 0.9),
+              "beta2": (0.8, 0.9), "grad_clip": (0.5, 1.0), "n_head": (1, 2), "n_embd": (16, 32)
+              }.get(name, (4, 8))
+    found = configs(f"--{name}", *values)
+    assert [(folder.name, getattr(c, name)) for folder, c in found.items()] == [
+        (f"geo-{name}={value}", value) for value in values]
+
+
+def test_swept_flags_reach_the_run(tmp_path, capsys):
+    """A swept flag that is only in Config once trained alike under other names, or was no column:
+    each run has its setting in model or optimizer, and the table has a column of it."""
+    run(tmp_path, *"--norm pre --weight_decay 0 0.1 --n_layer 1 2 --max_iters 3".split())
+    for layers, decay in product((1, 2), (0.0, 0.1)):
+        folder = tmp_path / f"pre-n_layer={layers}-weight_decay={decay}"
+        state = load(folder)
+        assert state["model_config"]["n_layer"] == layers
+        assert state["optimizer"]["param_groups"][0]["weight_decay"] == decay
+    table = cells(capsys.readouterr().out)
+    assert [(line["n_layer"], float(line["weight_decay"])) for line in table] == [
+        (str(layers), decay) for layers, decay in product((1, 2), (0.0, 0.1))]
+    assert [line["weight_decay"] for line in read(tmp_path / "compare.csv")] == ["0.0", "0.1"] * 2
+
+
+def test_flag_of_a_fork(tmp_path, monkeypatch, capsys):
+    """A fork that adds a field to Config, and nothing else, can sweep it: folders, config.json,
+    table. Named after a norm, it varies only that norm."""
+    @dataclass
+    class Forked(train.Config):
+        momentum: float = flag(0.5, "the fork's")
+        pre_power: int = flag(1, "the fork's, for pre")
+    monkeypatch.setattr(train, "Config", Forked)
+    flags = "--norm pre geo --momentum 0.5 0.7 --pre_power 1 2".split()
+    want = ["pre-momentum=0.5-pre_power=1", "pre-momentum=0.5-pre_power=2",
+            "pre-momentum=0.7-pre_power=1", "pre-momentum=0.7-pre_power=2",
+            "geo-momentum=0.5", "geo-momentum=0.7"]
+    assert names(*flags) == want
+    run(tmp_path, *flags, "--max_iters", 3)
+    assert sorted(f.name for f in tmp_path.iterdir() if f.is_dir()) == sorted(want)
+    assert record(tmp_path / want[3])["config"]["momentum"] == 0.7
+    table = cells(capsys.readouterr().out)
+    assert [line["momentum"] for line in table] == ["0.5", "0.5", "0.7", "0.7", "0.5", "0.7"]
+
+
+# ----------------------------------------------------------------------------------- stopped sweeps
 
 def test_stopped_at_any_moment(tmp_path, monkeypatch):
-    """SIGTERM in the first, a middle or the last step of a run, or in the last of all: the same command, again and
-    again, ends with the results of an undisturbed sweep, and compare.csv is not written before."""
+    """SIGTERM in the first, a middle or the last step of a run, or in the last of all: the same
+    command, again and again, ends with the results of an undisturbed sweep, and compare.csv is not
+    written before."""
     flags = "--norm pre geo --learning_rate 1e-2 1e-3 --dropout 0.1".split()
     run(tmp_path / "whole", *flags)
-    for norm, rate, step in (("pre", 1e-2, 1), ("pre", 1e-2, 10), ("pre", 1e-3, 7), ("geo", 1e-3, 10)):
+    out = tmp_path / "cut"
+    for moment in (("pre", 1e-2, 1), ("pre", 1e-2, 10), ("pre", 1e-3, 7), ("geo", 1e-3, 10)):
         with monkeypatch.context() as m:
-            at_step(m, lambda i, c: (c.norm, c.learning_rate, i) == (norm, rate, step) and signal.raise_signal(signal.SIGTERM))
-            assert exit_code(run, tmp_path / "cut", *flags) == 143
-        assert load(tmp_path / "cut" / f"{norm}-learning_rate={rate}")["row"]["step"] == step
-        assert not list((tmp_path / "cut").glob("compare.*"))
-        assert read(tmp_path / "cut" / f"{norm}-learning_rate={rate}" / "depth.csv")[0]["step"] == "0"
-    run(tmp_path / "cut", *flags)
-    assert results(tmp_path / "cut") == results(tmp_path / "whole")
-    assert all(float(line[name]) > 0 for line in read(tmp_path / "cut" / "compare.csv") for name in TIMES)
+            signal_at(m, signal.SIGTERM, lambda i, c: (c.norm, c.learning_rate, i) == moment)
+            assert exit_code(run, out, *flags) == 143
+        norm, rate, step = moment
+        folder = out / f"{norm}-dropout=0.1-learning_rate={rate}"
+        assert saved_step(folder) == step
+        assert not list(out.glob("compare.*"))
+        assert read(folder / "depth.csv")[0]["step"] == "0"
+    run(out, *flags)
+    assert results(out) == results(tmp_path / "whole") and len(results(out)) == 4
+    assert all(float(line[name]) > 0 for line in read(out / "compare.csv") for name in SECONDS)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_terminated_command(root, tmp_path):
-    """The same with the real command line, as a job scheduler ends it."""
-    flags = "--norm post geo --seed 1 2 --dropout 0.1 --max_iters 60 --eval_interval 30".split()
-    process = start(root, *flags, "--out_dir", tmp_path / "cut")
-    while b"geo-seed=1 step 6:" not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-    process.terminate()
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (143, b"") and b"stopped: step" in out
-    assert 6 <= load(tmp_path / "cut" / "geo-seed=1")["row"]["step"] < 60
-    assert sorted(f.name for f in (tmp_path / "cut").iterdir()) == ["geo-seed=1", "post-seed=1"]
-    for name in ("cut", "whole"):
-        run(tmp_path / name, *flags)
-    assert results(tmp_path / "cut") == results(tmp_path / "whole") and len(results(tmp_path / "cut")) == 4
+@pytest.mark.skipif(os.name == "nt", reason="POSIX locks and signals")
+def test_two_processes_one_sweep(datasets, tmp_path):
+    """Two terminals once shared a sweep by hand only. The second leaves out, with a line, the run
+    that the first is in, trains the others, and ends well; the first, ended by a job scheduler, has
+    saved. The same command makes the one table of an undisturbed sweep."""
+    flags = "--norm post geo --dropout 0.1 --max_iters 80 --eval_interval 40".split()
+    out = tmp_path / "shared"
+    first = start(datasets, *flags, "--out_dir", out)
+    while b" step 2/" not in (line := first.stdout.readline()):
+        assert line, first.stderr.read()
+    first.send_signal(signal.SIGSTOP)
+    second = start(datasets, *flags, "--out_dir", out)
+    printed, errors = (part.decode() for part in second.communicate(timeout=100))
+    first.send_signal(signal.SIGCONT)
+    first.terminate()
+    rest, err = first.communicate(timeout=60)
+
+    given = [word for name in ("n_layer", "n_head", "n_embd", "block_size", "batch_size",
+             "warmup_iters") for word in (f"--{name}", TINY[name])]
+    folders = names(*given, *flags)
+    assert second.returncode == 0 and printed.count("is skipped: another process") == 1
+    skipped = Path(printed.split(" is skipped")[0].splitlines()[-1]).name
+    assert errors.count("\n") == 1 and skipped in errors       # it is not in the table yet
+    assert skipped in folders and len(cells(printed)) == 1
+    assert (first.returncode, err) == (143, b"") and b"stopped: step" in rest
+    assert 2 <= saved_step(out / skipped) < 80
+    for folder in (out, tmp_path / "whole"):
+        run(folder, *given, *flags)
+    assert results(out) == results(tmp_path / "whole")
+    assert [line["run"] for line in read(out / "compare.csv")] == folders
 
 
-def test_overwritten_sweep_goes_on_with_itself(tmp_path, monkeypatch, capsys):
-    """--overwrite, cut in the first run, then the same without it as advised: once it took the old runs for finished."""
+@pytest.mark.skipif(os.name == "nt", reason="POSIX locks")
+def test_run_trained_elsewhere_is_skipped(tmp_path, capsys):
+    """The others are trained, and the table is made of what is finished."""
+    flags = "--norm pre post geo --max_iters 3".split()
+    with locked(tmp_path / "post"):
+        run(tmp_path, *flags)
+        out, err = capsys.readouterr()
+        assert out.count("is skipped") == 1 and "post" in err
+        assert [line["norm"] for line in cells(out)] == ["pre", "geo"]
+        assert not list((tmp_path / "post").iterdir())
+    run(tmp_path, *flags)
+    assert [line["norm"] for line in cells(capsys.readouterr().out)] == ["pre", "post", "geo"]
+
+
+def test_overwritten_sweep_continues_with_itself(tmp_path, monkeypatch, capsys):
+    """--overwrite, cut in the first run, then the same without it as advised: once it took the old
+    runs for finished."""
     flags = "--norm pre geo --seed 1 2".split()
     run(tmp_path / "whole", *flags)
     run(tmp_path / "cut", *flags, "--dtype", "bfloat16")
     with monkeypatch.context() as m:
-        at_step(m, lambda i, c: i == 3 and signal.raise_signal(signal.SIGTERM))
+        signal_at(m, signal.SIGTERM, lambda step, c: step == 3)
         capsys.readouterr()
         assert exit_code(run, tmp_path / "cut", *flags, "--overwrite") == 143
     assert "\nnorm " not in capsys.readouterr().out        # half a run compares with none
@@ -130,243 +235,234 @@ def test_overwritten_sweep_goes_on_with_itself(tmp_path, monkeypatch, capsys):
 
 
 def test_extension_cut_before_its_first_checkpoint(tmp_path, monkeypatch):
-    """A longer --max_iters that saved nothing leaves the finished sweep's record and profile as they were."""
+    """A longer --max_iters that saved nothing leaves the finished sweep's record and profile as
+    they were."""
     flags = "--norm pre geo --max_iters 6".split()
     run(tmp_path, *flags)
-    depth, lines = (tmp_path / "pre" / "depth.csv").read_text(), read(tmp_path / "compare.csv")
-    with monkeypatch.context() as m:
-        at_step(m, lambda i, c: i == 8 and exec("raise KeyboardInterrupt"))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, *flags, "--max_iters", 12, "--eval_interval", 12)
-    for name in ("config.json", "log.csv"):
-        (tmp_path / "geo" / name).write_bytes(b"\xff")      # of a finished run, all that is compared is in its checkpoint
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+
+    def interrupt(step, c):
+        if step == 8:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        at_step(m, interrupt)
+        run(tmp_path, *flags, "--max_iters", 12, "--eval_interval", 12)
+    assert record(tmp_path / "pre")["config"]["max_iters"] == 12
     run(tmp_path, *flags)
-    assert (tmp_path / "pre" / "depth.csv").read_text() == depth and read(tmp_path / "compare.csv") == lines
+    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
 
 
-# -------------------------------------------------------------------------------------------------------- divergence
+def test_extended_sweep(tmp_path, monkeypatch, capsys):
+    """More seeds, rates or norms join the runs that are there; a folder's name once held only what
+    varied, and the same run was trained again under another name."""
+    run(tmp_path, *"--norm geo --seed 1 --learning_rate 1e-2".split())
+    before = files(tmp_path)
+    trained = []
+    at_step(monkeypatch, lambda step, c: trained.append((c.norm, c.seed)))
+    run(tmp_path, *"--norm pre geo --seed 1 2 --learning_rate 1e-2".split())
+    assert set(trained) == {("pre", 1), ("pre", 2), ("geo", 2)}
+    assert {f: text for f, text in files(tmp_path).items() if f in before} == before
+    assert len(cells(capsys.readouterr().out)) == 2
+
+
+# --------------------------------------------------------------------------------------- divergence
 
 def test_diverged_run(tmp_path, monkeypatch, capsys):
-    """A rate that leads until it diverges is a row and no winner: no star, no mean; the other runs and the figure go on."""
-    rate = [0.0]
-    inject(monkeypatch, loss=lambda norm, step: norm == "geo" and rate[0] == 0.02 and step >= 6)
-    at_step(monkeypatch, lambda step, config: rate.__setitem__(0, config.learning_rate))
+    """A rate that leads until it diverges is a row and no winner: no star, no mean; the other runs
+    continue."""
+    monkeypatch.setattr(data.compare, "LEARNED_NOTHING", math.inf)     # ten steps do learn little
+    inject(monkeypatch, loss=lambda c, i: c.norm == "geo" and c.learning_rate == 0.02 and i > 5)
     run(tmp_path, *"--norm pre geo --learning_rate 0.02 1e-5".split())
     lines, table = read(tmp_path / "compare.csv"), cells(capsys.readouterr().out)
-    assert [(line["norm"], line["diverged"], line["step"]) for line in lines] == [
-        ("pre", "", "10"), ("pre", "", "10"), ("geo", "6", "4"), ("geo", "", "10")]
-    assert float(lines[2]["val_loss"]) < float(lines[3]["val_loss"]) and lines[2]["mean_angle"] == "nan"
-    assert [line["learning_rate"] for line in table] == ["0.02*", "1e-05", "0.02", "1e-05*"]
-    assert (table[2]["val nats/token"], table[2]["minus pre"], table[2][""]) == ("-", "-", "diverged at step 6")
-    assert (tmp_path / "compare.png").exists() == MATPLOTLIB
+    assert [(line["norm"], line["status"], line["step"]) for line in lines] == [
+        ("pre", "ok", "10"), ("pre", "ok", "10"), ("geo", "diverged at step 6", "6"),
+        ("geo", "ok", "10")]
+    assert lines[2]["mean_angle"] == "" and float(lines[3]["mean_angle"]) > 0
+    assert [(line["norm"], line["learning_rate"]) for line in table] == [
+        ("pre", "1e-05"), ("pre", "0.02*"), ("geo", "1e-05*"), ("geo", "0.02")]
+    assert (table[3]["val nats/token"], table[3]["minus pre"]) == ("-", "-")
+    assert table[3][""].endswith("diverged at step 6")
+    assert steps(tmp_path / "geo-learning_rate=0.02") == [1, 2, 4, 6]
 
 
 def test_every_run_diverged(tmp_path, capsys):
-    """Also then there is a row for each run, none with a star, the figure, and exit code 1."""
+    """Also then there is a row for each run, none with a star, and exit code 1."""
     flags = "--norm pre geo --learning_rate 1e17 1e18 --grad_clip 0 --warmup_iters 0".split()
     assert "every run diverged" in refusal(run, tmp_path, *flags)
     table = cells(capsys.readouterr().out)
     assert [line["learning_rate"] for line in table] == ["1e+17", "1e+18"] * 2
-    assert [line["run"] for line in read(tmp_path / "compare.csv") if line["diverged"]] == [
-        f"{norm}-learning_rate={rate}" for norm in ("pre", "geo") for rate in ("1e+17", "1e+18")]
-    assert (tmp_path / "compare.png").exists() == MATPLOTLIB
+    lines = read(tmp_path / "compare.csv")
+    assert [line["run"] for line in lines if "diverged" in line["status"]] == names(*flags)
 
 
-# ------------------------------------------------------------------------------------------- the table, compare.csv
-
-def fake_row(loss: float, diverged: int | None = None, seconds: float = 1.0) -> dict:
-    depth = [[10, layer, name, layer + 1, 1, 0.5, 2] for layer, name in product((0, 1), ("attention", "mlp"))]
-    return {"parameters": 1234, "val_loss": loss, "val_bits_per_byte": loss / 2, "best_step": 8, "step": 10,
-            "diverged": diverged, "train_seconds": seconds, "elapsed": 2.0, "peak_memory": 3.0, "depth_end": depth}
-
-
-def test_table_statistics():
-    """Mean and sample deviation over seeds; a star at the lowest mean of the rates that lost no seed to divergence;
-    differences seed by seed from the first norm at its own best rate, with their standard error."""
-    rng, seeds, rates = np.random.default_rng(0), (1, 2, 3, 4), (1e-3, 3e-3, 1e-2)
-    luck = np.array([-0.1, 0.05, 0.15, -0.08])      # a seed's, in all settings: pairing takes it away
-    level = dict(zip(product(("pre", "geo"), rates), (1.70, 1.60, 1.30, 1.57, 1.65, 1.20)))
-    loss = {key: value + luck + rng.normal(0, 0.004, 4) for key, value in level.items()}
-    runs = configs("--norm", "pre", "geo", "--learning_rate", *rates, "--seed", *seeds)
-    rows = [fake_row(loss[c.norm, c.learning_rate][c.seed - 1], 9 if (c.learning_rate, c.seed) == (1e-2, 3) else None, c.seed)
-            for c in runs]
-    lines = cells(train.table(rows, runs))
-    assert [(line["norm"], line["learning_rate"]) for line in lines] == [
-        ("pre", "0.001"), ("pre", "0.003*"), ("pre", "0.01"), ("geo", "0.001*"), ("geo", "0.003"), ("geo", "0.01")]
-    for line, ((norm, rate), values) in zip(lines, loss.items()):
-        whole = [i for i in range(4) if rate < 1e-2 or i != 2]
-        values, d = values[whole], (values - loss["pre", 3e-3])[whole]
-        assert numbers(line["val nats/token"]) == pytest.approx([values.mean(), values.std(ddof=1)], abs=6e-5)
-        minus = [d.mean(), d.std(ddof=1) / len(d) ** 0.5] if (norm, rate) != ("pre", 3e-3) else []     # from itself: "-"
-        assert numbers(line["minus pre"]) == pytest.approx(minus, abs=6e-5)
-        assert numbers(line["val bits/byte"]) == pytest.approx([values.mean() / 2], abs=6e-5)
-        assert line["tokens/s"] == f"{4 * 10 * 4 * 16 / (1 + 2 + 3 + 4):,.0f}" and line["best step"] == "8"
-        assert line[""] == "seed 3 diverged at step 9" * (rate == 1e-2)
-    assert numbers(lines[3]["minus pre"])[1] < 0.005 < 0.05 < numbers(lines[3]["val nats/token"])[1] / 2
+def test_diverged_run_again(tmp_path, monkeypatch, capsys):
+    """The same command trains it again from its last checkpoint, to the same end; a remedy in the
+    code trains it to the end."""
+    with monkeypatch.context() as m:
+        inject(m, loss=lambda c, step: step >= 6)
+        for _ in range(2):
+            assert "every run diverged" in refusal(run, tmp_path)
+            assert steps(tmp_path / "geo") == [1, 2, 4, 6]
+            assert "is of step 4" in capsys.readouterr().out
+    run(tmp_path)
+    assert steps(tmp_path / "geo") == [1, 2, 4, 6, 8, 10]
 
 
-def test_table_of_geo_settings():
-    """Each (geo_decay, geo_p) is a setting with lines and a star of its own; the norms without them show a dash."""
-    runs = configs(*"--norm pre geo --geo_decay none sqrt --geo_p 2 inf --learning_rate 1e-3 1e-2".split())
-    better = {("geo", "none", 2.0): 1e-2, ("geo", "sqrt", math.inf): 1e-2}      # the other settings like 1e-3
-    rows = [fake_row(1.5 if better.get((c.norm, c.geo_decay, c.geo_p), 1e-3) == c.learning_rate else 1.6) for c in runs]
-    starred = [line for line in cells(train.table(rows, runs)) if "*" in line["learning_rate"]]
-    assert [tuple(line[k] for k in ("norm", "geo_decay", "geo_p", "learning_rate")) for line in starred] == [
-        ("pre", "-", "-", "0.001*"), ("geo", "none", "2", "0.01*"), ("geo", "none", "inf", "0.001*"),
-        ("geo", "sqrt", "2", "0.001*"), ("geo", "sqrt", "inf", "0.01*")]
-    assert "minus geo none p=2" in train.table(rows[2:], runs[2:]).splitlines()[0]
-
+# -------------------------------------------------------------------------------------- at the end
 
 def test_compare_csv(tmp_path):
-    """One line a run, with all its settings, the results of its checkpoint, and its depth.csv in three numbers."""
+    """What train.py writes is what the comparison reads: one line per run, with all its settings,
+    its last line of log.csv, and its depth.csv in numbers."""
     flags = "--norm pre geo --seed 1 2 --geo_p 2 inf --max_iters 6 --dropout 0.1".split()
     run(tmp_path, *flags)
     lines, runs = read(tmp_path / "compare.csv"), configs("--out_dir", tmp_path, *flags)
-    assert [line["run"] for line in lines] == [c.folder.name for c in runs] and len(runs) == 6
-    for line, c in zip(lines, runs):
-        row = load(c.folder)["row"]
-        want = {f.name: getattr(c, f.name) for f in fields(c) if f.name not in ("out_dir", "overwrite")} | {
-            "elapsed_seconds": row["elapsed"]} | {name: row[name] for name in (
-                "parameters", "val_loss", "val_bits_per_byte", "best_step", "step", "diverged", "train_seconds")}
-        assert {name: line[name] for name in want} == {name: "" if v is None else str(v) for name, v in want.items()}
-        depth = [r for r in read(c.folder / "depth.csv") if r["step"] == "6"]
-        rms = [float(r["stream_rms"]) for r in depth if r["sublayer"] == "mlp"]     # after whole layers
+    assert [line["run"] for line in lines] == [folder.name for folder in runs] and len(runs) == 6
+    for line, (folder, c) in zip(lines, runs.items()):
+        settings = {k: v for k, v in record(folder)["config"].items() if k in line}
+        settings |= {"device": "cpu", "dtype": "float32"}
+        assert len(settings) >= 20 and (settings["seed"], settings["norm"]) == (c.seed, c.norm)
+        assert {k: line[k] for k in settings} == {
+            k: "" if v is None else str(v) for k, v in settings.items()}
+        last = log(folder)[-1]
+        for name in ("step", "val_loss", "val_bits_per_byte"):
+            assert line[name] == last[name]
+        assert line["parameters"] == str(record(folder)["parameters"]) and line["status"]
+        depth = [r for r in read(folder / "depth.csv") if r["step"] == "6"]
+        rms = [float(r["stream_rms"]) for r in depth if r["sublayer"] == "mlp"]
         grad, angle = ([float(r[name]) for r in depth] for name in ("grad_norm", "angle"))
-        assert [float(line[name]) for name in ("rms_last_first", "grad_max_min", "mean_angle")] == pytest.approx(
-            [rms[-1] / rms[0], max(grad) / min(grad), sum(angle) / len(angle)], rel=1e-9)
-    run(tmp_path, *flags, "--dtype", "bfloat16", "--eval_interval", 3)     # reads finished runs, and says how they were trained
-    assert read(tmp_path / "compare.csv") == lines
-    run(tmp_path / "single", *"--norm pre --seed 3 3 --max_iters 2".split())
-    assert [f.name for f in (tmp_path / "single").iterdir()] == ["pre"]
+        found = [float(line[name]) for name in ("rms_last_first", "grad_max_min", "mean_angle")]
+        want = [rms[-1] / rms[0], max(grad) / min(grad), sum(angle) / len(angle)]
+        assert found == pytest.approx(want, rel=1e-9)
+    run(tmp_path / "single", *"--norm pre --seed 3 3 --max_iters 3".split())
+    assert [f.name for f in (tmp_path / "single").iterdir()] == ["pre-seed=3"]
 
-
-# ------------------------------------------------------------------------------------------------------ depth profile
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_depth_profile(norm):
-    """Each number is what its column says, by a walk through the model by hand; and the model is as it was before."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 300, 3, 2, 16, 0.3, norm))
-    with torch.no_grad():
-        for p in model.parameters():        # a model as training might leave it: gains not 1, biases not 0
-            p += 0.2 * torch.randn_like(p)
-    ids, rng = torch.randint(300, (6000,)), torch.get_rng_state()
-    config = configs("--norm", norm, "--n_layer", 3, "--batch_size", 300)[0]
-    found = train.depth_profile(model, ids.numpy().astype(np.uint16), config, 7, CPU)
-    assert model.training and torch.equal(torch.get_rng_state(), rng) and all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
-
-    x, y = ids[:4096].view(256, 16), ids[1:4097].view(256, 16)      # of 300 windows, those within 4,096 tokens
-    model.eval()
-    model(x, y)[1].backward()
-    rms = lambda t: t.square().mean().sqrt().item()
-    want, largest, stream = [], 0.0, model.entry(model.wte(x))
-    for layer, block in enumerate(model.blocks):
-        grad = math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters()))
-        for name, f, args in (("attention", block.attention, [model.rotary[:, :16]]), ("mlp", block.mlp, [])):
-            a, stream = stream.detach().double(), f(stream, *args)
-            b = stream.detach().double()
-            angle = ((a * b).sum(-1) / a.norm(dim=-1) / b.norm(dim=-1)).clamp(-1, 1).acos()
-            want.append([7, layer, name, rms(b), rms(b - a) / rms(a), angle.mean().item(), grad])
-            largest = max(largest, angle.max().item())
-    assert [line[:3] for line in found] == [line[:3] for line in want]
-    assert [line[3:] for line in found] == [pytest.approx(line[3:], rel=1e-4) for line in want]
-    if norm == "geo":
-        assert max(line[5] for line in found) <= largest < math.pi / 4 + 1e-5
-        assert all(line[3] == pytest.approx(found[0][3], rel=1e-5) for line in found)
-
-
-def test_depth_csv(root, tmp_path):
-    """It holds the profile at the start and at the last step, also when a larger --max_iters moves the last step."""
-    val, config = np.memmap(root / "data" / "mine" / "val.bin", np.uint16, "r"), configs()[0]
-    for last in (6, 9):
-        run(tmp_path, "--max_iters", last)
-        state = load(tmp_path / "geo")
-        torch.manual_seed(config.seed)
-        model, lines = GPT(GPTConfig(**state["model_config"])), [train.DEPTH_COLUMNS]
-        for step in (0, last):
-            lines += train.depth_profile(model, val, config, step, CPU)
-            model.load_state_dict(state["model"])
-        text = (tmp_path / "geo" / "depth.csv").read_text().splitlines()
-        assert text == [",".join(map(str, line)) for line in lines] and len(text) == 1 + 2 * 2 * 2
-        assert text[0] == "step,layer,sublayer,stream_rms,update_rms,angle,grad_norm"
-
-
-def test_no_last_step_no_profile_of_it(tmp_path, monkeypatch, capsys):
-    """A finished run that is extended and diverges once kept the profile of its old last step as if of the new one."""
-    flags = "--norm pre geo --max_iters".split()
-    run(tmp_path, *flags, 6)
-    inject(monkeypatch, loss=lambda norm, step: norm == "geo" and step >= 7)
-    run(tmp_path, *flags, 12)
-    assert {line["run"]: line["mean_angle"] == "nan" for line in read(tmp_path / "compare.csv")} == {"pre": False, "geo": True}
-
-
-def test_depth_profile_leaves_padding_out():
-    """A val text of less than one batch: what fills the batch up is no text, and the batch size changes nothing."""
-    torch.manual_seed(0)
-    model, val = GPT(GPTConfig(16, 257, 2, 2, 16)), np.random.default_rng(0).integers(0, 256, 41).astype(np.uint8)
-    few, many = (train.depth_profile(model, val, configs("--batch_size", b)[0], 0, CPU) for b in (2, 12))
-    assert [line[3:] for line in few] == [pytest.approx(line[3:], rel=1e-5) for line in many]
-
-
-def test_depth_profile_only_observes(tmp_path, monkeypatch):
-    """Training with it is the training without it: dropout, losses, weights, optimizer."""
-    run(tmp_path / "with", "--dropout", 0.1)
-    monkeypatch.setattr(train, "depth_profile", lambda model, data, config, step, device: [[step, 0, "mlp", 1, 1, 1, 1]] * 4)
-    run(tmp_path / "without", "--dropout", 0.1)
-    a, b = (load(tmp_path / name / "geo") for name in ("with", "without"))
-    assert log(tmp_path / "with" / "geo") == log(tmp_path / "without" / "geo")
-    assert all(same(a[name], b[name]) for name in ("model", "optimizer", "rng")) and a["row"]["depth_end"] != b["row"]["depth_end"]
-
-
-# -------------------------------------------------------------------------------------------- again, and the figure
 
 def test_finished_sweep_again(tmp_path, monkeypatch, capsys):
-    """A finished sweep run again trains nothing, changes no byte, prints the same table, and draws the figure anew."""
+    """A finished sweep run again trains nothing, changes no byte, prints the same table, and draws
+    the figure anew."""
+    monkeypatch.setattr(data.compare, "draw", DRAW)
     flags = "--norm pre geo --seed 1 2 --max_iters 4".split()
     run(tmp_path, *flags)
+    assert (tmp_path / "compare.png").exists() == MATPLOTLIB
     (tmp_path / "compare.png").write_bytes(b"")
     table, before = capsys.readouterr().out.splitlines()[-3:], files(tmp_path)
-    at_step(monkeypatch, lambda step, config: pytest.fail("it trains"))
+    at_step(monkeypatch, lambda step, c: pytest.fail("it trains"))
     run(tmp_path, *flags)
     assert capsys.readouterr().out.splitlines()[-3:] == table
     assert bool((tmp_path / "compare.png").read_bytes()) == MATPLOTLIB
     after = files(tmp_path)
-    assert after.keys() == before.keys() and all(after[f][0] == before[f][0] for f in after if f.suffix != ".png")
+    assert after.keys() == before.keys()
+    assert all(after[f][0] == before[f][0] for f in after if f.suffix != ".png")
+    assert all(after[f] == before[f] for f in after if f.parent != tmp_path)
 
 
-def test_without_matplotlib(tmp_path, monkeypatch, capsys):
-    """The figure alone needs matplotlib: without it one line says how to get it, and all else is there."""
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    run(tmp_path, *"--norm pre geo --max_iters 2".split())
-    out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and "pip install matplotlib" in err
-    assert [line["run"] for line in read(tmp_path / "compare.csv")] == ["pre", "geo"] and "\nnorm " in out
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["compare.csv", "geo", "pre"]
+# ------------------------------------------------------------------------------------ depth profile
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_depth_profile(norm):
+    """Each number is what its column says, by a walk through the model by hand; and the model is as
+    it was before."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 300, 3, 2, 16, 0.3, norm, geo_max_angle=1.2))
+    with torch.no_grad():
+        for p in model.parameters():    # a model as training might leave it: gains not 1
+            p += 0.2 * torch.randn_like(p)
+    ids, rng = torch.randint(300, (257, 16)), torch.get_rng_state()
+    x, y = ids[:256], ids[1:]
+    found = depth_profile(model, x, y)
+    assert model.training and torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
+                   for m in model.modules())
+
+    def rms(t):
+        return t.square().mean().sqrt().item()
+
+    def angles(a, b):
+        return ((a * b).sum(-1) / a.norm(dim=-1) / b.norm(dim=-1)).clamp(-1, 1).acos()
+    model.eval()
+    model(x, y)[1].backward()
+    want, stream = [], model.entry(model.wte(x))
+    for layer, block in enumerate(model.blocks):
+        squares = [p.grad.double().square().sum().item() for p in block.parameters()]
+        for name, residual in (("attention", block.attention), ("mlp", block.mlp)):
+            context = [model.rotary[:, :16]] if name == "attention" else []
+            a, g = stream.detach().double(), residual.f(stream, *context).detach().double()
+            stream = residual(stream, *context)
+            b = stream.detach().double()
+            tangent = g - (a * g).sum(-1, keepdim=True) / (a * a).sum(-1, keepdim=True) * a
+            far = tangent.norm(dim=-1) / a.norm(dim=-1) > 1.2
+            want.append({"layer": layer, "sublayer": name, "stream_rms": rms(b),
+                         "update_rms": rms(b - a) / rms(a), "angle": angles(a, b).mean().item(),
+                         "clamped": far.double().mean().item() if norm == "geo" else "",
+                         "grad_norm": math.sqrt(sum(squares))})
+    assert [list(line) for line in found] == [list(line) for line in want]
+    for line, expected in zip(found, want):
+        assert line == {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v
+                        for k, v in expected.items()}
+    if norm == "geo":
+        assert any(0 < line["clamped"] < 1 for line in found)
+        assert all(line["stream_rms"] == pytest.approx(found[0]["stream_rms"], rel=1e-5)
+                   for line in found)
 
 
-def test_figure(tmp_path, monkeypatch):
-    """compare.png: four labelled panels, a norm in one colour in all of them, its settings in several line styles; the
-    lines are means over seeds, at the best rate, of log.csv and depth.csv."""
-    Figure, figures = pytest.importorskip("matplotlib.figure").Figure, []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: figures.append(self) or save(self, *args, **kw))
-    run(tmp_path, *"--norm pre geo --geo_p inf 2 --learning_rate 1e-2 1e-4 --seed 1 2".split())
-    assert (tmp_path / "compare.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    axes, = [figure.axes for figure in figures]
-    assert len(axes) == 4 and all(ax.get_xlabel() and ax.get_ylabel() and ax.get_title() for ax in axes)
-    pre, inf, two = axes[0].lines
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["pre", "geo p=inf", "geo p=2"]
-    assert pre.get_color() != inf.get_color() == two.get_color() and inf.get_linestyle() != two.get_linestyle()
-    assert all({line.get_color() for line in ax.lines} == {pre.get_color(), inf.get_color()} for ax in axes)
+def test_depth_csv(datasets, tmp_path):
+    """It holds the profile at the start and at the last step, also when a larger --max_iters moves
+    the last step."""
+    val, c = np.memmap(datasets / "mine" / "val.bin", np.uint16, "r"), config()
+    for last in (6, 9):
+        run(tmp_path, "--max_iters", last)
+        state = load(tmp_path / "geo")
+        torch.manual_seed(c.seed)
+        model, rows = GPT(GPTConfig(**state["model_config"])), []
+        for step in (0, last):
+            rows += train.profile(model, val, c, step, CPU)
+            model.load_state_dict(state["model"])
+        found = read(tmp_path / "geo" / "depth.csv")
+        assert found == [{k: str(v) for k, v in row.items()} for row in rows]
+        assert len(found) == 2 * 2 * 2
+        assert list(found[0]) == ["step", "layer", "sublayer", "stream_rms", "update_rms", "angle",
+                                  "clamped", "grad_norm"]
 
-    mean = lambda lists: pytest.approx(np.mean([[float(value) for value in values] for values in lists], axis=0).tolist())
-    best, worst = ([tmp_path / f"pre-seed={seed}-learning_rate={rate}" for seed in (1, 2)] for rate in (0.01, 0.0001))
-    ys = [[line.get_ydata().tolist() for line in ax.lines if line.get_color() == pre.get_color()] for ax in axes]
-    assert pre.get_xdata().tolist() == [4, 8, 10]
-    assert ys[0] == [mean([r["val_loss"] for r in log(f) if r["val_loss"]] for f in best)]
-    assert ys[1][0] == mean([load(f)["row"]["val_loss"] for f in pair] for pair in zip(worst, best))
-    for lines, name, every in ((ys[2], "stream_rms", 1), (ys[3], "grad_norm", 2)):
-        assert lines == [mean([r[name] for r in read(f / "depth.csv") if r["step"] == step][::every] for f in best)
-                         for step in ("0", "10")]
+
+def test_no_last_step_no_profile_of_it(tmp_path, monkeypatch):
+    """A finished run that is extended and diverges once kept the profile of its old last step as if
+    of the new one."""
+    flags = "--norm pre geo --max_iters".split()
+    run(tmp_path, *flags, 6)
+    inject(monkeypatch, loss=lambda c, step: c.norm == "geo" and step >= 7)
+    run(tmp_path, *flags, 12)
+    assert {line["run"]: line["mean_angle"] == "" for line in read(tmp_path / "compare.csv")} == {
+        "pre": False, "geo": True}
+    assert {row["step"] for row in read(tmp_path / "geo" / "depth.csv")} == {"0"}
+
+
+def test_profile_leaves_padding_out():
+    """A val text of less than one batch: what fills the batch up is no text, and the batch size
+    changes nothing. Of large batches, 4,096 tokens are enough."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 257, 2, 2, 16))
+    val = np.random.default_rng(0).integers(0, 256, 41).astype(np.uint8)
+    few, many = (train.profile(model, val, config("--batch_size", size), 3, CPU)
+                 for size in (2, 12))
+    for a, b in zip(few, many):
+        assert a == {k: pytest.approx(v, rel=1e-5) if isinstance(v, float) else v
+                     for k, v in b.items()}
+    assert len(few) == 4 and all(row["step"] == 3 for row in few)
+    seen = []
+    model.wte.register_forward_hook(lambda module, inputs, after: seen.append(inputs[0].shape))
+    train.profile(model, np.zeros(16 * 400 + 1, np.uint8), config("--batch_size", 300), 0, CPU)
+    assert seen == [(256, 16)]
+
+
+def test_depth_profile_only_observes(tmp_path, monkeypatch):
+    """Training with it is the training without it: dropout, losses, weights, optimizer."""
+    folders = [tmp_path / name / "geo-dropout=0.1" for name in ("with", "without")]
+    run(tmp_path / "with", "--dropout", 0.1)
+    monkeypatch.setattr(train, "profile",
+                        lambda model, ids, config, step, device: [{"step": step, "angle": 1.0}])
+    run(tmp_path / "without", "--dropout", 0.1)
+    a, b = (load(folder) for folder in folders)
+    assert log(folders[0]) == log(folders[1])
+    assert all(same(a[name], b[name]) for name in ("model", "optimizer", "rng"))
+    assert a["files"]["depth.csv"] != b["files"]["depth.csv"]
