@@ -356,13 +356,13 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
             run.diverged(row, bad)
             return True
 
-        # Log; save at an evaluation, on an interrupt, and every ten minutes.
+        # Log; save at an evaluation, on an interrupt, and before ten minutes have passed.
         if logging:
             run.log(row)
             say_progress(folder, config, row)
         if last:
             run.depth += profile(model, data["val"], config, step, device)
-        if evaluating or stop or now - saved > 600:
+        if evaluating or stop or now - saved + (now - mark) > 600:
             run.save(row, model, optimizer, scaler, meta["tokenizer"])
             saved = time.perf_counter()
         if stop and not last:
@@ -393,7 +393,7 @@ def main(runs: dict[Path, Config]):
         sys.exit("--device cuda: this torch sees no CUDA GPU; run with --device cpu")
     cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    torch.set_float32_matmul_precision("high")      # TF32, where the GPU has it
+    torch.backends.cuda.matmul.allow_tf32 = True    # where the GPU has it; a CPU stays exact
 
     # What can be refused is refused now, not after hours of training.
     meta, data = load(config.dataset, max(config.block_size for config in runs.values()))
