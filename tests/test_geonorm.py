@@ -1,6 +1,8 @@
 """geonorm.py against closed forms, finite differences and a literal restatement in float64."""
 import copy
 import math
+import os
+import shutil
 from itertools import product
 
 import pytest
@@ -191,6 +193,21 @@ def test_compiles_whole_and_under_autocast(autocast):
     assert results[0][0].dtype == torch.float32
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_compiled_code_gives_the_same_numbers(tmp_path, monkeypatch):
+    """What Inductor makes of the step, forward and backward, run: torch 2.6 once got one wrong."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    step = GeoNorm(0.5)
+    x, g = torch.randn(2, 3, 16, requires_grad=True), torch.randn(2, 3, 16, requires_grad=True)
+    weights, found = torch.randn(2, 3, 16), []
+    for f in (step, torch.compile(step, fullgraph=True)):
+        y = f(x, g)
+        inputs = (x, g, step.scale, step.bias)
+        found.append([y.detach(), *torch.autograd.grad((y * weights).sum(), inputs)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------ plain PyTorch
