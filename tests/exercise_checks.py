@@ -687,7 +687,7 @@ def check_6_learns(program):
 # -------------------------------------------------------------------- 7. one rate is no comparison
 
 TASKS[7] = """
-data/results/layers16.csv has one line per run: norm, learning_rate, seed, val_loss (nats/token).
+data/results/earlier-layers16.csv has one line per run: norm, learning_rate, seed, val_loss (nats).
 Rank pre, post, peri and geo in ranking.txt: for each learning rate, the best first, by the mean
 val_loss over the seeds, failed runs included; then with each placement at its own best rate, the
 one with its lowest mean. Use a few lines of Python, or a spreadsheet. If the columns decay and
@@ -714,7 +714,7 @@ def plain(row: dict[str, str]) -> bool:
 def runs_of(folder: Path) -> dict[str, dict[float, dict[str, float]]]:
     """The val losses of the plain runs: [norm][learning rate][seed]; a diverged run is inf."""
     runs = {}
-    with open(folder / "data/results/layers16.csv", encoding="utf-8", newline="") as file:
+    with open(folder / "data/results/earlier-layers16.csv", encoding="utf-8", newline="") as file:
         for row in filter(plain, csv.DictReader(file)):
             loss = float(row["val_loss"] or "inf")
             seeds = runs.setdefault(row["norm"], {}).setdefault(float(row["learning_rate"]), {})
@@ -763,7 +763,7 @@ def check_7_own_best(program):
 # ----------------------------------------------------------------------------- 8. how many seeds
 
 TASKS[8] = """
-data/results/layers16.csv has one line per run: norm, learning_rate, seed, val_loss (nats/token).
+data/results/earlier-layers16.csv has one line per run: norm, learning_rate, seed, val_loss (nats).
 Take geo and pre, each at its own best rate (lowest mean val_loss; if there are columns decay and
 entry, only runs with `own`), and pair them by seed. How sure is the difference, and how many seeds
 would make it sure to 0.01? The half width of a 95% interval is t * s / sqrt(n): n pairs, s the

@@ -33,7 +33,7 @@ class Exercise:
     copy: tuple = ()        # further files that it needs
 
 
-CSV = "data/results/layers16.csv"
+CSV = "data/results/earlier-layers16.csv"
 EXERCISES = {
     1: Exercise("Turn a vector: tangent, angle, exponential map", 30, 8, (
         ("geonorm.py", "geodesic_update", "the three steps at the top of this file"),)),
