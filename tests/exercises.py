@@ -1,6 +1,6 @@
 """Ten exercises that check themselves, for a class or for one reader. They need pytest.
 
-    python tests/exercises.py                           # the list
+    python tests/exercises.py list                      # the list, as without an argument
     python tests/exercises.py start 1 out/exercise1     # the program, less the part to write
     python tests/exercises.py check 1 out/exercise1     # pass, or which property fails, by numbers
 
@@ -39,7 +39,9 @@ EXERCISES = {
         ("geonorm.py", "geodesic_update", "the three steps at the top of this file"),)),
     2: Exercise("Four lines: the placements from their table", 20, 8, (
         ("model.py", "edge_norms", "two columns of the table in Residual"),
-        ("model.py", "Residual.forward", "one line per placement, as in the table"))),
+        ("model.py", "Residual.forward", "one line per placement, as in the table"),
+        ("model.py", "Attention.forward", "exercise 10; nothing here needs it",
+         "cache is not None"))),
     3: Exercise("One sphere: Post and Pre as turns", 35, 6),
     4: Exercise("Five faults: find and mend them", 25, 6),
     5: Exercise("Predict, then measure: gradients and RMS at the start", 15, 10),
@@ -123,11 +125,11 @@ def check(number: int, folder: Path) -> list[str]:
 
 def main():
     parser = Parser(description="Ten exercises that check themselves; without arguments, the list.")
-    parser.add_argument("action", nargs="?", choices=("start", "check"))
+    parser.add_argument("action", nargs="?", choices=("list", "start", "check"))
     parser.add_argument("number", nargs="?", type=int, choices=EXERCISES, metavar="NUMBER")
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    if args.action is None:
+    if args.action in (None, "list"):
         print(f"    {'':56}minutes of work   seconds of one check")
         for number, exercise in EXERCISES.items():
             print(f"{number:2}  {exercise.title:56}{exercise.minutes:7}{exercise.seconds:23}")

@@ -17,27 +17,36 @@ import exercises
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(autouse=True)
-def no_bytecode(monkeypatch):
-    """A file that is edited twice in a second must be read twice."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-
 def run_checks(number: int, folder: Path):
     """Run an exercise's checks on the folder; yield those that fail, and their first lines."""
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)   # an edit within a second counts
     with exercise_checks.Program(folder) as program:
-        for name, check in vars(exercise_checks).items():
+        for name, check, *case in cases(number):
             try:
-                if name.startswith(f"check_{number}_"):
-                    check(program)
+                check(program, *case)
             except pytest.skip.Exception:
                 pass
             except (Exception, pytest.fail.Exception) as error:
                 yield name, str(error).partition("\n")[0]
 
 
+def cases(number: int):
+    """An exercise's checks, as pytest calls them: name, function, and the placement if any."""
+    for name, check in vars(exercise_checks).items():
+        if name.startswith(f"check_{number}_"):
+            marks = getattr(check, "pytestmark", None)
+            for case in marks[0].args[1] if marks else ():
+                yield f"{name}[{case}]", check, case
+            if not marks:
+                yield name, check
+
+
 def failures(number: int, folder: Path) -> dict[str, str]:
     return dict(run_checks(number, folder))
+
+
+def fill(path: Path, text: str):
+    path.write_text(text, encoding="utf-8")
 
 
 def edit(path: Path, *changes: tuple[str, str]):
@@ -50,13 +59,14 @@ def edit(path: Path, *changes: tuple[str, str]):
 
 
 def solve(path: Path, *bodies: str):
-    """Replace each `raise NotImplementedError` by the lines of a body."""
+    """Replace each `raise NotImplementedError` by the lines of a body, but for other exercises'."""
     text = path.read_text(encoding="utf-8")
+    part = r"^( *)raise NotImplementedError\(\"(?!exercise ).*\n"
     for body in bodies:
-        stub = re.search(r"^( *)raise NotImplementedError.*\n", text, re.M)
+        stub = re.search(part, text, re.M)
         lines = [stub[1] + line if line else "" for line in body.strip("\n").splitlines()]
         text = text[:stub.start()] + "\n".join(lines) + "\n" + text[stub.end():]
-    assert "NotImplementedError" not in text
+    assert not re.search(part, text, re.M)
     path.write_text(text, encoding="utf-8")
 
 
@@ -135,6 +145,8 @@ def tree() -> dict:
 def test_list_and_refusals(tmp_path, monkeypatch, capsys):
     assert command(monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert command(monkeypatch, "list") == 0
+    assert capsys.readouterr().out.splitlines() == lines
     assert [line.split()[0] for line in lines[1:]] == [str(n) for n in exercises.EXERCISES]
     assert all(len(line) <= 100 for line in lines)
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
@@ -207,7 +219,35 @@ def test_1_turn(started):
         ("scale * (n / r)", "scale * (v.norm(dim=-1, keepdim=True) / r)"):
             "the gradient of x'.sum() in g has the length 0;",
         ("clamp(max=max_angle)", "clamp(max=1.5)"): "theta",
-        ("+ theta.sin()", "- theta.sin()"): "on v's side"})
+        ("+ theta.sin()", "- theta.sin()"): "on v's side",
+        ("theta.clamp(-max_angle, max_angle)", "theta"):
+            "scale 2, bias 0.5, max_angle 0.2, a long g must turn x by 0.2000 radians; here it "
+            "turns it by 0.9000",
+        ("theta.clamp(-max_angle, max_angle)", "theta.clamp(max=max_angle)"):
+            "bias -2, a long g must turn x by -0.7854 radians; here it turns it by -1.2146",
+        ("clamp(-max_angle, max_angle)", "clamp(-math.pi / 4, math.pi / 4)"):
+            "a long g must turn x by 0.2000 radians; here it turns it by 0.7854",
+        ("clamp(-max_angle, max_angle)", "clamp(-max_angle, min(max_angle, math.pi / 4))"):
+            "scale 2, max_angle 1.2, a long g must turn x by 1.2000 radians; here it turns it by "
+            "0.7854",
+        ("bias * (n > 1e-14)) * decay", "bias * (n > 1e-14)).clamp(-max_angle, max_angle) * decay"):
+            "scale 2, decay 0.5, a long g must turn x by 0.7854"})
+
+
+def test_1_numbers(started):
+    """The edges by numbers; and the default p first, since all the others would be nan with it."""
+    folder = started(1)
+    solve(folder / "geonorm.py", TURN)
+    right = (folder / "geonorm.py").read_text(encoding="utf-8")
+    edit(folder / "geonorm.py", (" + 1e-30).sqrt()", ").sqrt()"))
+    assert failures(1, folder)["check_1_edges"] == (
+        "where |g| is 0 and the bias is 0.0, |x'| must be |x| and the gradients finite; here "
+        "|x'|/|x| is nan and 3074 of 3074 gradients are nan or inf")
+    fill(folder / "geonorm.py", right)
+    edit(folder / "geonorm.py", ("theta if p == math.inf else p * torch", "p * torch"))
+    assert failures(1, folder) == {
+        "check_1_default_p": "with the default p = inf, x' is nan: inf * atan(theta / inf) is "
+                             "inf * 0"}
 
 
 # --------------------------------------------------------------------------------- 2. four lines
@@ -234,7 +274,7 @@ def test_2_four_lines(started):
     before = "{}: before the first block the table has {}, here it is: {}".format
     assert_wrong(2, folder / "model.py", {
         ("self.norm_out(f(self.norm_in(x), *context))", "f(self.norm_in(x), *context)"):
-            "peri: one sublayer is not its line of the table",
+            "peri: one sublayer must be its line of the table; at d = 0.5 it turns a stream of RMS",
         ('"post": ("N", "")', '"post": ("", "")'): before("post with entry=own", "N", "nothing"),
         ('"geo": ("S", "N")', '"geo": ("N", "N")'):
             before("geo with entry=own", "N without gain", "N"),
@@ -243,6 +283,24 @@ def test_2_four_lines(started):
         ("self.norm_out(x + d * f(x, *context))", "x + self.norm_out(d * f(x, *context))"):
             "post: one sublayer",
         ("self.step(x, f(x, *context))", "self.step(x, f(x))"): "geo: f must receive"})
+
+
+def test_2_each_placement(started):
+    """Each wrong placement has its lines, with what must be so and by how much it is not."""
+    folder = started(2)
+    solve(folder / "model.py", EDGES, FORWARD)
+    edit(folder / "model.py", ("self.norm_out(x + d *", "x + self.norm_out(d *"),
+         ("self.norm_out(f(self.norm_in(x), *context))", "f(self.norm_in(x), *context)"))
+    found, number = failures(2, folder), r"\d\.\d+"
+    assert list(found) == [f"check_2_{part}[{norm}]" for part in ("sublayer", "whole_model")
+                           for norm in ("post", "peri")]
+    assert re.fullmatch(
+        "post: one sublayer must be its line of the table; at d = 0.5 it turns a stream of RMS "
+        f"{number} into one of RMS {number}, and the table into one of RMS {number}; the two "
+        f"streams are up to {number} apart", found["check_2_sublayer[post]"])
+    assert re.fullmatch(
+        "peri: the whole model must be what its line of the table says; its output is "
+        f"{number} away, and 1e-05 is allowed", found["check_2_whole_model[peri]"])
 
 
 # --------------------------------------------------------------------------------- 3. one sphere
@@ -309,10 +367,6 @@ def test_4_numbers(started):
 
 # ------------------------------------------------------------------- 5 to 8. numbers and guesses
 
-def fill(path: Path, text: str):
-    path.write_text(text, encoding="utf-8")
-
-
 def test_5_predictions(started, monkeypatch):
     known, profile = {}, exercise_checks.profile
 
@@ -328,11 +382,14 @@ def test_5_predictions(started, monkeypatch):
     def says(*guesses):
         fill(path, "".join(map(lines, names, guesses)))
         return " ".join(failures(5, folder).values())
-    assert says("Post", "post", "post and geo", "geo") == ""
-    assert "4 layers: geo's largest is" in says("geo", "post", "post, geo", "geo")
-    assert "not pre, whose RMS is between" in says("post", "post", "post geo pre", "geo")
-    assert "1 named, but there is one more" in says("post", "post", "geo", "geo")
-    assert "gain is 1.5: not post, whose RMS is" in says("post", "post", "post geo", "post geo")
+    assert says("Post", "pre", "post and geo", "geo") == ""
+    assert "4 layers: geo's largest is" in says("geo", "pre", "post, geo", "geo")
+    worst = says("post", "post", "post, geo", "geo")
+    assert "least even gradients, 16 layers: post's largest is" in worst
+    assert worst.endswith("another placement's are less even")
+    assert "not pre, whose RMS is between" in says("post", "pre", "post geo pre", "geo")
+    assert "1 named, but there is one more" in says("post", "pre", "geo", "geo")
+    assert "gain is 1.5: not post, whose RMS is" in says("post", "pre", "post geo", "post geo")
     assert "not 'nobody'" in says("post", "nobody", "post geo", "geo")
 
 
@@ -351,8 +408,10 @@ def test_6_flag(started):
     folder = started(6)
     fill(folder / "flag.txt", "# mine\n--decay=sqrt  # or another\n")
     assert exercise_checks.one_flag(folder / "flag.txt") == {"--decay": "sqrt"}
-    for text, word in (("--decay sqrt --seed 2", "4 words"), ("decay sqrt", "one flag"),
-                       ("--n_layer 4", "--n_layer must stay 16"), ("", "0 words")):
+    holds = "flag.txt must hold one flag, which starts with --, and its value; it holds: "
+    for text, word in (("--decay sqrt --seed 2", holds + "--decay sqrt --seed 2"),
+                       ("decay sqrt", holds + "decay sqrt"), ("", holds + "nothing"),
+                       ("--n_layer 4", "--n_layer must stay 16")):
         fill(folder / "flag.txt", text)
         assert word in failures(6, folder)["check_6_learns"]
 
@@ -366,10 +425,14 @@ def test_6_trains(started, monkeypatch):
                                      "--dataset": "mine"}
     with exercise_checks.Program(folder) as program:
         program("data.prepare").prepare([str(folder / "text.txt")], name="mine")
-        loss, frequencies = exercise_checks.trained(program, toy | {"--decay": "sqrt"})
+        loss, frequencies = exercise_checks.trained(program, toy, {"--decay": "sqrt"})
         assert 0 < frequencies < loss < 6
-        with pytest.raises(pytest.fail.Exception, match="does not take .* --decay best"):
-            exercise_checks.trained(program, toy | {"--decay": "best"})
+        for flag, word in ((("--device", "gpu"), "refuses --device gpu: argument --device: inval"),
+                           (("--min_lr", "1"), "refuses --min_lr 1: --min_lr 1.0 is above"),
+                           (("--dataset", "other"), "stopped with --dataset other: there is no "),
+                           (("--block_size", "999"), "stopped with --block_size 999: ")):
+            with pytest.raises(pytest.fail.Exception, match=f"^train.py {word}"):
+                exercise_checks.trained(program, toy, dict([flag]))
 
 
 RUNS = """norm,decay,entry,learning_rate,seed,status,val_loss
@@ -435,13 +498,14 @@ def test_8_seeds(started):
         return " ".join(failures(8, folder).values())
 
     # geo minus pre is -0.104, -0.119, -0.102: deviation 0.0093, times 4.303 / sqrt(3).
-    assert says(0.00929, 0.02308, 6, 2.195) == ""
-    assert "deviation of the differences: 0.0075" in says(0.00758, 0.02308, 6, 2.195)
-    assert "file: 0.0105 is 0.45 times" in says(0.00929, 0.0105, 6, 2.195)
-    assert "with 4 the half width is 0.0148" in says(0.00929, 0.02308, 4, 2.195)
-    assert "fewer than 9" in says(0.00929, 0.02308, 9, 2.195)
-    assert "1.96: 4.303 is 1.96 times" in says(0.00929, 0.02308, 6, 4.303)
-    assert "must be a number" in says("small", 0.02308, 6, 2.195)
+    assert says(-0.1083, 0.00929, 0.02308, 6, 2.195) == ""
+    assert "mean difference: 0.1083 is -1.00 times" in says(0.1083, 0.00929, 0.02308, 6, 2.195)
+    assert "differences: 0.00758 is 0.82 times" in says(-0.1083, 0.00758, 0.02308, 6, 2.195)
+    assert "file: 0.0105 is 0.45 times" in says(-0.1083, 0.00929, 0.0105, 6, 2.195)
+    assert "with 4 the half width is 0.0148" in says(-0.1083, 0.00929, 0.02308, 4, 2.195)
+    assert "fewer than 9" in says(-0.1083, 0.00929, 0.02308, 9, 2.195)
+    assert "1.96: 4.303 is 1.96 times" in says(-0.1083, 0.00929, 0.02308, 6, 4.303)
+    assert "must be a number" in says(-0.1083, "small", 0.02308, 6, 2.195)
 
 
 # -------------------------------------------------------------------- 9 and 10. changes of model.py
@@ -466,7 +530,7 @@ class Residual(OfFour):
 
     def forward(self, x, *context):
         if self.norm == "reordered":
-            return x + self.norm_out(self.f(x, *context))
+            return x + self.decay * self.norm_out(self.f(x, *context))
         return super().forward(x, *context)
 '''
 
@@ -477,10 +541,13 @@ def test_9_reordered(started):
         file.write(REORDERED)
     assert failures(9, folder) == {}
     assert_wrong(9, folder / "model.py", {
-        ("x + self.norm_out(self.f(x, *context))", "self.norm_out(x + self.f(x, *context))"):
-            "x + N(f(x)): the change of a stream of RMS",
+        ("x + self.decay * self.norm_out(self.f", "self.norm_out(x + self.decay * self.f"):
+            "x + N(f(x)): with --decay own, d is 1 at layer 1, and the change of a stream of RMS",
         ("self.norm_out(self.f(x, *context))", "self.f(self.norm_out(x), *context)"):
-            "x + N(f(x)): the change of a stream of RMS",
+            "x + N(f(x)): with --decay own, d is 1 at layer 1, and the change of a stream of RMS",
+        ("self.decay * ", ""): "x + N(f(x)): with --decay harmonic, d is 0.5 at layer 1, and",
+        ("return x + d * f(self.norm_in(x)", "return 2 * x + d * f(self.norm_in(x)"):
+            "pre: one sublayer must be its line of the table; at d = 0.5",
         ("return nn.Identity(), rms", "return rms_norm(config), rms"): "before the first block",
         ("            self.norm_out = rms_norm(config)",
          "            self.norm_out = rms_norm(config)\n            torch.rand(1)"):
@@ -501,6 +568,12 @@ def test_10_memory(started):
     folder = started(10)
     solve(folder / "model.py", CACHED)
     assert failures(10, folder) == {}
+    right = (folder / "model.py").read_text(encoding="utf-8")
+    edit(folder / "model.py", ("torch.arange(start, end)", "torch.arange(T)"))
+    seen = next(text for name, text in run_checks(10, folder) if "placements" in name)
+    assert re.fullmatch(r"pre: cached and uncached logits must agree; they are \d\.\d+ apart, and "
+                        "1e-05 is allowed", seen)
+    fill(folder / "model.py", right)
     assert_wrong(10, folder / "model.py", {
         ("mask = torch.arange(end) <= torch.arange(start, end)[:, None]", "mask = None"):
             "one token, then one at a time: the logits must be those of the uncached model; at "
