@@ -93,7 +93,7 @@ def geodesic_update(x: Tensor, g: Tensor, scale: Tensor | float = 1.0, bias: Ten
     v_length = (dot(v, v) + TINY).sqrt()
     bias = bias * (v_length > 2 * math.sqrt(TINY)).to(x.dtype)
     theta = (scale * (v_length / x_length).clamp(max=max_angle) + bias) * decay
-    if p != math.inf:
+    if p < 1e6:     # beyond, it is theta itself to the last digit
         theta = p * torch.atan(theta / p)
     theta = theta.clamp(-max_angle, max_angle)
 
@@ -110,14 +110,14 @@ def check_step(max_angle: float, p: float):
     """Raise ValueError if max_angle or p is invalid."""
     if not 0 < max_angle <= math.pi:
         raise ValueError(f"max_angle must be above 0 and at most pi radians, not {max_angle}")
-    if not p > 0:
-        raise ValueError(f"p must be above 0 (inf is the exponential map), not {p}")
+    if not p >= 1e-6:
+        raise ValueError(f"p must be at least 1e-6 (inf is the exponential map), not {p}")
 
 
 class GeoNorm(nn.Module):
     """One sublayer's geodesic step: `geodesic_update` with a learned scale (1) and bias (0).
 
-    decay: the layer's factor.  max_angle: radians, in (0, pi].  p: above 0.
+    decay: the layer's factor.  max_angle: radians, in (0, pi].  p: at least 1e-6.
     Raises ValueError for values outside these. scale and bias are not for weight decay.
     """
 

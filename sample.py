@@ -102,7 +102,8 @@ def find_checkpoint(folder: Path) -> Path:
     for name in names:
         if (folder / name).exists():
             return folder / name
-    runs = {str(path.parent) for name in names for path in folder.glob(f"*/{name}")}
+    above = folder if folder.is_dir() else folder.parent
+    runs = {str(path.parent) for name in names for path in above.glob(f"*/{name}")}
     way_out = f"runs are in {', '.join(sorted(runs))}" if runs else "train one with train.py"
     sys.exit(f"--out_dir {folder}: no best.pt or ckpt.pt in it; {way_out}")
 
@@ -114,7 +115,7 @@ def load_model(folder: Path,
     A checkpoint that is missing, damaged, or of no use ends the program with one line.
     """
     path = find_checkpoint(folder)
-    state = load_checkpoint(path)
+    state = load_checkpoint(path, "delete it to sample from ckpt.pt, or train again")
     if state["tokenizer"] not in ("bytes", *tiktoken.list_encoding_names()):
         sys.exit(f"{path} needs a tokenizer that tiktoken does not have: {state['tokenizer']!r}")
     tokenizer = get_tokenizer(state["tokenizer"])

@@ -63,10 +63,11 @@ class Config:
     learning_rate: float = flag(3e-3, "peak, after the warm-up", low=0)
     min_lr: float | None = flag(None, "at the end of the cosine (default: learning_rate/10)",
                                 kind=float, low=0)
-    warmup_iters: int = flag(100, "steps of linear warm-up", low=0)
+    warmup_iters: int = flag(100, "steps of linear warm-up", low=0, high=1_000_000_000)
     lr_decay_iters: int | None = flag(None, "steps until min_lr (default: max_iters)", kind=int,
                                       low=1)
-    max_iters: int = flag(1000, "total steps; a larger number continues a run", low=1, single=True)
+    max_iters: int = flag(1000, "total steps; a larger number continues a run", low=1,
+                          high=1_000_000_000, single=True)
     weight_decay: float = flag(0.1, "AdamW's, on matrices only", low=0)
     beta1: float = flag(0.9, "AdamW's", low=0, high=0.999999)
     beta2: float = flag(0.99, "AdamW's", low=0, high=0.999999)
@@ -122,7 +123,10 @@ def parse_args(args: list[str] | None = None) -> dict[Path, Config]:
         chosen = {name: value for name, value in chosen.items() if not name.startswith(others)}
         config = Config(**(base | chosen))
         words = [f"{name}={chosen[name]}" for name in axes if name in chosen and name != "norm"]
-        runs[Path(config.out_dir, "-".join([norm, *words]))] = config
+        run = "-".join([norm, *words])
+        if len(run) > 240:
+            parser.error(f"the flags would make the folder's name too long: {run}")
+        runs[Path(config.out_dir, run)] = config
     return runs
 
 
@@ -300,11 +304,11 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
     # The run starts, continues from its checkpoint, or is finished.
     if run.state:
         run.restore(model, optimizer, scaler)
-    else:
-        run.depth = profile(model, data["val"], config, 0, device)
     if run.step >= config.max_iters:
         print(f"{folder} is finished at step {run.step}; nothing to do", flush=True)
         return False
+    if run.state is None:
+        run.depth = profile(model, data["val"], config, 0, device)
     peak_memory(device, reset=True)
     if compiled:
         compile_loss(model, data["val"], config, device, autocast)
@@ -324,9 +328,9 @@ def train(folder: Path, config: Config, meta: dict, data: dict, device: torch.de
                                         config.grad_clip)
         bad_streak = torch.where(loss.isfinite() & grad_norm.isfinite(), 0.0, bad_streak + 1)
 
-        # The first step on CUDA includes warming up and compiling: it is not timed.
-        if step == first and device.type == "cuda":
-            torch.cuda.synchronize(device)
+        # The first step includes compiling, and on CUDA warming up: it is not timed.
+        if step == first and (compiled or device.type == "cuda"):
+            loss.item()
             mark, mark_step = time.perf_counter(), step
 
         # Only steps that log, evaluate or stop wait for the device.
@@ -430,20 +434,20 @@ def announce(runs: dict[Path, Config]):
     for config in runs.values():
         end = min(config.max_iters, config.lr_decay_iters or config.max_iters)
         if config.warmup_iters >= end:
-            highest = max(learning_rate(step, config) for step in range(1, config.max_iters + 1))
+            highest = learning_rate(min(config.warmup_iters, config.max_iters), config)
             print(f"--warmup_iters {config.warmup_iters} never reaches --learning_rate "
-                  f"{config.learning_rate}: the highest of this run is {highest:.3g}", flush=True)
+                  f"{config.learning_rate}: the highest of this run is {highest:.6g}", flush=True)
             break
 
 
 def discard(runs: dict[Path, Config]):
-    """Remove the checkpoints of all runs but the first, whose own start removes them.
+    """Remove checkpoints and records of all runs but the first, whose own start removes them.
 
     Without that, an overwritten sweep that is cut short would continue the old runs.
     """
     for folder in list(runs)[1:]:
         with locked(folder) as free:
-            for name in ("best.pt", "ckpt.pt"):
+            for name in ("best.pt", "ckpt.pt", "config.json", "log.csv"):
                 if free:
                     (folder / name).unlink(missing_ok=True)
 

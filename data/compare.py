@@ -34,9 +34,13 @@ NEEDED = {
     "": {"config": dict, "data": dict, "parameters": int, "hardware": str, "device": str,
          "dtype": str, "compiled": bool, "torch": str, "threads": int},
     "config": {"norm": str, "seed": int, "learning_rate": NUMBER, "max_iters": int,
-               "eval_iters": int, "block_size": int, "batch_size": int},
-    "data": {"tokenizer": str, "sha256": str, "unigram_loss": NUMBER}}
-AGREE = {"sha256": "data", "tokenizer": "data", "eval_iters": "config", "block_size": "config"}
+               "eval_iters": int, "block_size": int, "batch_size": int,
+               "gradient_accumulation_steps": int},
+    "data": {"tokenizer": str, "sha256": str, "train_tokens": int, "unigram_loss": NUMBER}}
+AGREE = {"tokenizer": "data", "sha256": "data", "train_tokens": "data", "eval_iters": "config",
+         "block_size": "config"}
+WHY = {"sha256": "it is of another text than", "train_tokens": "its text is split unlike that of",
+       "batch_size": "its batch_size, and so (without --eval_iters 0) its val windows differ from"}
 WINDOWS = "batch_size"      # a batch of windows is evaluated per eval_iters, unless that is 0
 
 # Of log.csv and depth.csv, the columns that must be there and those that may be missing.
@@ -191,7 +195,7 @@ def find_runs(folders: list[Path]) -> list[Path]:
         if folder.is_dir() and not (folder / "config.json").exists():
             inside = sorted(f for f in folder.iterdir() if f.is_dir() and f.name[0] != ".")
         for run in inside or [folder]:
-            found.setdefault(run.resolve(), run)
+            found.setdefault(os.path.realpath(run), run)
     return list(found.values())
 
 
@@ -206,7 +210,8 @@ def comparable(folders: list[Path]) -> list[Run]:
             for name, place in agree.items():
                 ours, theirs = run.record[place][name], first.record[place][name]
                 if ours != theirs:
-                    raise ValueError(f"its {name} is {ours}, not {theirs} as in {first.folder}")
+                    why = WHY.get(name, f"its {name} is {ours}, not {theirs} as in")
+                    raise ValueError(f"{why} {first.folder}")
             runs.append(run)
         except ValueError as error:
             print(f"{folder}: {error}; left out", file=sys.stderr)

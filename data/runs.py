@@ -107,10 +107,10 @@ def read_text(path: Path) -> str | None:
         return None
 
 
-def load_checkpoint(path: Path) -> dict:
+def load_checkpoint(path: Path, advice: str = HOW_TO_START_OVER) -> dict:
     """A checkpoint of ours, on the CPU; no code in the file is run.
 
-    Any other file ends the program with one line.
+    Any other file ends the program with one line, which ends with the advice.
     """
     try:
         with warnings.catch_warnings():
@@ -118,14 +118,13 @@ def load_checkpoint(path: Path) -> dict:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:      # torch.load raises many types for a damaged file
         sys.exit(f"{path} is not a whole checkpoint of this program ({type(error).__name__}): "
-                 f"{HOW_TO_START_OVER}")
+                 f"{advice}")
     found = state.get("format") if isinstance(state, dict) else None
     if isinstance(found, str) and found.startswith("nanonorm") and found != FORMAT:
         sys.exit(f"{path} was written by another version of this program and cannot be used: "
-                 f"{HOW_TO_START_OVER}")
+                 f"{advice}")
     if found != FORMAT or not has(state, BEST_KEYS):
-        sys.exit(f"{path} is not a whole checkpoint of this program (keys are missing): "
-                 f"{HOW_TO_START_OVER}")
+        sys.exit(f"{path} is not a whole checkpoint of this program (keys are missing or wrong): {advice}")
     return state
 
 
@@ -160,6 +159,18 @@ def parse_record(text: str | None) -> dict | None:
     return None
 
 
+def finished_record(folder: Path) -> dict | None:
+    """config.json of a run whose log.csv ends with its last step, or None."""
+    record = parse_record(read_text(folder / "config.json"))
+    rows = list(csv.DictReader(io.StringIO(read_text(folder / "log.csv") or "")))
+    if record and rows and rows[-1].get("step") == str(record["config"]["max_iters"]):
+        try:
+            return record if math.isfinite(float(rows[-1].get("val_loss"))) else None
+        except (TypeError, ValueError):
+            pass
+    return None
+
+
 def check_run(folder: Path, config, meta: dict, saved: str | None = None):
     """End the program with one line if the run in `folder` cannot continue with these settings.
 
@@ -169,7 +180,13 @@ def check_run(folder: Path, config, meta: dict, saved: str | None = None):
     if saved is None and not (folder / "ckpt.pt").exists():
         if (folder / "best.pt").exists():
             sys.exit(f"{folder} holds best.pt but no ckpt.pt to continue from: {HOW_TO_START_OVER}")
-        return
+        finished = finished_record(folder)
+        if finished is None:
+            return
+        if finished["config"]["max_iters"] < config.max_iters:
+            sys.exit(f"{folder} is finished and has no ckpt.pt to continue from: "
+                     f"{HOW_TO_START_OVER}")
+        saved = json.dumps(finished)
     was = parse_record(saved or read_text(folder / "config.json"))
     if was is None:
         return      # the checkpoint has a copy, which `Run` will read
@@ -193,9 +210,9 @@ def check_run(folder: Path, config, meta: dict, saved: str | None = None):
         if before != after and not longer:
             sys.exit(f"{folder} was trained with --{name} {before}, not {after}: "
                      f"{HOW_TO_START_OVER}")
-    if sha256 != meta["sha256"]:
-        sys.exit(f"{folder} was trained on another text than data/{config.dataset} holds now: "
-                 f"{HOW_TO_START_OVER}")
+    if (sha256, was["data"].get("train_tokens")) != (meta["sha256"], meta["train_tokens"]):
+        sys.exit(f"{folder} was trained on another text, or split, than data/{config.dataset} "
+                 f"holds now: {HOW_TO_START_OVER}")
 
 
 @contextmanager
@@ -247,6 +264,8 @@ class Run:
             return
         if not path.exists():
             check_run(folder, config, meta)
+            finished = finished_record(folder)
+            self.step = finished["config"]["max_iters"] if finished else 0
             return
 
         # The checkpoint decides; the other files follow it.
@@ -262,10 +281,15 @@ class Run:
             if read_text(self.folder / name) != text:
                 self.write(name, text)
 
-        # best.pt is saved after ckpt.pt: if this step is the best, an older one is out of date.
-        best, saved = self.folder / "best.pt", (self.folder / "ckpt.pt").stat().st_mtime_ns
-        if self.state["progress"]["best_step"] == self.state["progress"]["step"]:
-            if not best.exists() or best.stat().st_mtime_ns < saved:
+        # best.pt is saved after ckpt.pt: if this step is the best, it must hold this step.
+        progress, whole = self.state["progress"], False
+        if progress["best_step"] == progress["step"]:
+            try:
+                best = torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True)
+                whole = best["progress"] == progress
+            except Exception:       # missing, or damaged in one of many ways
+                pass
+            if not whole:
                 self.save_as("best.pt", {name: self.state[name] for name in BEST_KEYS})
 
     def restore(self, model, optimizer, scaler):
@@ -312,7 +336,7 @@ class Run:
         print(line, flush=True)
 
         self.columns = log_columns
-        self.record = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        self.record = json.dumps(record, indent=1, allow_nan=False) + "\n"
         for name, text in self.texts().items():
             self.write(name, text)
         self.state = None       # it is as large as the model and the optimizer together

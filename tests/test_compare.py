@@ -29,7 +29,7 @@ FLAGS = {
 RECORD = {
     "format": "nanonorm 3", "model": {}, "parameters": 1234, "device": "cpu", "dtype": "float32",
     "compiled": False, "hardware": "a CPU", "threads": 1, "torch": "2.13.0", "python": "3.11.7"}
-DATA = {"tokenizer": "bytes", "sha256": "ab" * 32, "unigram_loss": 3.35}
+DATA = {"tokenizer": "bytes", "sha256": "ab" * 32, "train_tokens": 9000, "unigram_loss": 3.35}
 LOG = ("step,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,"
        "peak_mb,train_seconds,elapsed_seconds")
 DEPTH = "step,layer,sublayer,stream_rms,update_rms,angle,clamped,grad_norm"
@@ -148,8 +148,9 @@ def test_what_is_no_finished_run(tmp_path, capsys, name, text, why):
 
 
 @pytest.mark.parametrize("flags, what", [
-    ({"data": {"sha256": "cd" * 32}}, "sha256"), ({"data": {"tokenizer": "gpt2"}}, "tokenizer"),
-    ({"eval_iters": 8}, "eval_iters"), ({"block_size": 32}, "block_size")])
+    ({"data": {"sha256": "cd" * 32}}, "another text"), ({"data": {"tokenizer": "gpt2"}}, "gpt2"),
+    ({"data": {"train_tokens": 8000}}, "split"), ({"eval_iters": 8}, "eval_iters"),
+    ({"block_size": 32}, "block_size"), ({"batch_size": 8}, "--eval_iters 0")])
 def test_other_text_or_evaluation(tmp_path, capsys, flags, what):
     """Losses of another text or evaluation are no losses to compare: once averaged silently."""
     folders = sweep(tmp_path, {"a": {"seed": 1}, "b": {"seed": 2} | flags, "c": {"seed": 3}})
@@ -601,3 +602,11 @@ def test_command(tmp_path):
     assert [line["norm"] for line in cells(done.stdout)] == ["geo", "pre"]
     assert (tmp_path / "out" / "compare.csv").exists()
     assert (tmp_path / "out" / "compare.png").exists() == MATPLOTLIB
+
+
+def test_link_to_itself(tmp_path, capsys):
+    """Path.resolve raises on a loop of links: one line, as for any folder that is no run."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    folder, = sweep(tmp_path, {"a": {}})
+    assert len(good([tmp_path / "loop", folder])) == 1
+    assert capsys.readouterr().err.count("\n") == 1

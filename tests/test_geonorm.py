@@ -174,6 +174,8 @@ def test_p_is_the_family_of_retractions():
     cayley = ((1 - t**2 / 4) * x + v) / (1 + t**2 / 4)
     assert torch.allclose(geodesic_update(x, g, p=2.0), cayley, atol=1e-12)
     assert torch.allclose(geodesic_update(x, g, p=1e-9), x, atol=1e-7)
+    big = geodesic_update(x.float(), g.float(), p=1e39)     # once 0 * inf
+    assert torch.allclose(big, geodesic_update(x.float(), g.float()))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -252,7 +252,7 @@ def test_saves_every_ten_minutes(tmp_path, monkeypatch):
         save(self, row, *rest)
     monkeypatch.setattr(data.runs.Run, "save", watched)
     run(tmp_path, "--max_iters", 16, "--eval_interval", 100, "--log_interval", 1)
-    assert saved == [5, 10, 15, 16]
+    assert saved == [4, 8, 12, 16]      # a fifth step would be 650 s after the last save
     assert load(tmp_path / "geo", "best.pt")["progress"]["best_step"] == 16
 
 
@@ -609,3 +609,54 @@ def test_folder_that_is_a_file(tmp_path):
     with pytest.raises(OSError) as info:
         run(tmp_path)
     assert info.value.filename and "geo" in str(info.value.filename)
+
+
+# ------------------------------------------------------------------------- what a stranger met
+
+def test_other_split_of_the_same_text(tmp_path, own_data):
+    """The same text split elsewhere has the same sha256: a run once trained on its old val text."""
+    out = tmp_path / "out"
+    run(out)
+    meta = json.loads((own_data / "meta.json").read_text(encoding="utf-8"))
+    ids = b"".join((own_data / f"{name}.bin").read_bytes() for name in ("train", "val"))
+    half = len(ids) // 4 * 2
+    (own_data / "train.bin").write_bytes(ids[:half])
+    (own_data / "val.bin").write_bytes(ids[half:])
+    meta |= {"train_tokens": half // 2, "val_tokens": (len(ids) - half) // 2}
+    (own_data / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert "split" in refusal(run, out, "--max_iters", 12)
+
+
+def test_finished_run_without_checkpoints(tmp_path, capsys):
+    """Deleting *.pt to save disk once let the same command destroy the record, silently."""
+    run(tmp_path)
+    for name in ("ckpt.pt", "best.pt"):
+        (tmp_path / "geo" / name).unlink()
+    before = files(tmp_path / "geo")
+    run(tmp_path)
+    assert "is finished" in capsys.readouterr().out
+    assert "no ckpt.pt" in refusal(run, tmp_path, "--max_iters", 12)
+    assert "--eval_iters" in refusal(run, tmp_path, "--eval_iters", 3)
+    assert files(tmp_path / "geo") == before
+    run(tmp_path, "--overwrite", "--max_iters", 4)
+    assert steps(tmp_path / "geo")[-1] == 4
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_truncated_best(tmp_path, size):
+    """A best.pt cut short, as by a copy, stayed so for good; ckpt.pt has the same weights."""
+    run(tmp_path)
+    best = tmp_path / "geo" / "best.pt"
+    whole = best.read_bytes()
+    best.write_bytes(whole[:size])
+    run(tmp_path)
+    repaired, latest = load(tmp_path / "geo", "best.pt")["model"], load(tmp_path / "geo")["model"]
+    assert all(torch.equal(repaired[name], latest[name]) for name in latest)
+
+
+def test_folder_that_is_not_utf8(tmp_path):
+    """A Latin-1 name on a UTF-8 system once ended in a UnicodeEncodeError after the set-up."""
+    out = tmp_path / os.fsdecode(b"\xe9t\xe9")
+    run(out)
+    run(out, "--max_iters", 12)
+    assert steps(out / "geo")[-1] == 12

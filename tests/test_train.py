@@ -48,7 +48,7 @@ def one_line(capsys) -> str:
     ("--learning_rate -1", "--learning_rate"), ("--learning_rate nan", "--learning_rate"),
     ("--max_iters 0", "--max_iters"), ("--max_iters 1.5", "--max_iters"),
     ("--eval_interval 0", "--eval_interval"), ("--decay cubic", "harmonic"),
-    ("--entry maybe", "none"), ("--norm pre --geo_p 0", "geo_p"),
+    ("--entry maybe", "none"), ("--norm pre --geo_p 0", "geo_p"), ("--geo_p 1e-300", "geo_p"),
     ("--norm pre --geo_max_angle nan", "geo_max_angle"),
     ("--learning_rate 1e-3 -1", "--learning_rate"), ("--dropout inf", "--dropout"),
     ("--seed -1", "--seed"), ("--preset huge", "baby"), ("stray", "stray")])
