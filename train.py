@@ -433,10 +433,10 @@ def announce(runs: dict[Path, Config]):
           f"{config.out_dir}; each run's settings are in its config.json", flush=True)
     for config in runs.values():
         end = min(config.max_iters, config.lr_decay_iters or config.max_iters)
-        if config.warmup_iters >= end:
-            highest = learning_rate(min(config.warmup_iters, config.max_iters), config)
+        highest = learning_rate(min(config.warmup_iters, config.max_iters), config)
+        if config.warmup_iters >= end and highest < 0.99 * config.learning_rate:
             print(f"--warmup_iters {config.warmup_iters} never reaches --learning_rate "
-                  f"{config.learning_rate}: the highest of this run is {highest:.6g}", flush=True)
+                  f"{config.learning_rate}: the highest of this run is {highest:.3g}", flush=True)
             break
 
 

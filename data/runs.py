@@ -124,7 +124,8 @@ def load_checkpoint(path: Path, advice: str = HOW_TO_START_OVER) -> dict:
         sys.exit(f"{path} was written by another version of this program and cannot be used: "
                  f"{advice}")
     if found != FORMAT or not has(state, BEST_KEYS):
-        sys.exit(f"{path} is not a whole checkpoint of this program (keys are missing or wrong): {advice}")
+        sys.exit(f"{path} is not a whole checkpoint of this program (keys are missing or wrong): "
+                 f"{advice}")
     return state
 
 

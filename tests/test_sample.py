@@ -446,7 +446,8 @@ def test_no_run_in_the_folder(text, out, tmp_path):
 @pytest.mark.parametrize("changes, says", [
     ({"model": None}, "keys"), ({"model_config": None}, "keys"), ({"tokenizer": None}, "keys"),
     ({"format": "nanonorm 0"}, "another version"),
-    ({"model": [1]}, "keys"), ({"model": {3: 4}}, "fit"), ({"model_config": TINY | {"x": 1}}, "fit"),
+    ({"model": [1]}, "keys"), ({"model": {3: 4}}, "fit"),
+    ({"model_config": TINY | {"x": 1}}, "fit"),
     ({"model_config": [1]}, "keys"), ({"model_config": TINY | {"n_layer": 3}}, "fit"),
     ({"model_config": TINY | {"block_size": 10**30}}, "fit"),
     ({"tokenizer": "klingon"}, "klingon"), ({"tokenizer": 7}, "keys")])
