@@ -204,3 +204,20 @@ def test_findings_repeat_the_results():
     found = re.findall(r"\d\.\d{3}", findings)
     printed = set(re.findall(r"\d\.\d{3}", RESULTS))
     assert len(found) >= 10 and set(found) <= printed
+
+
+def test_first_table_is_that_of_the_file():
+    """The opening table, from the compare.csv of the README's first command."""
+    with open(ROOT / "data" / "results" / "first.csv", encoding="utf-8", newline="") as file:
+        lines = {line["norm"]: line for line in csv.DictReader(file)}
+    base, checked = float(lines["pre"]["val_loss"]), 0
+    for line in README.splitlines():
+        words = line.split()
+        if len(words) == 6 and words[0] in lines and words[1][0].isdigit():
+            row = lines[words[0]]
+            assert words[1] == f"{float(row['val_loss']):.4f}"
+            assert words[2] in ("-", f"{float(row['val_loss']) - base:+.4f}")
+            assert words[3] == f"{float(row['val_bits_per_byte']):.4f}"
+            assert words[5] == f"{float(row['rms_last_first']):.4g}"
+            checked += 1
+    assert checked == 4
