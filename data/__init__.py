@@ -10,6 +10,8 @@ from dataclasses import field
 from pathlib import Path
 
 
+FORMAT = "nanonorm 3"       # of a run's folder: what an older version wrote is not read
+
 # Flags of train.py that only observe, or say where and in what format a run computes: they may
 # differ when a run continues, and are no settings to compare.
 MAY_DIFFER = {"out_dir", "preset", "overwrite", "eval_interval", "log_interval", "device", "dtype",

@@ -25,10 +25,9 @@ from pathlib import Path
 
 # Run as a file, a script sees only its own folder: add the project's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data import MAY_DIFFER, Parser, atomic, command
+from data import FORMAT, MAY_DIFFER, Parser, atomic, command
 
 # What config.json must hold, "" being its top level, and where runs must agree to be compared.
-FORMAT = "nanonorm 3"
 NUMBER = (int, float)
 NEEDED = {
     "": {"config": dict, "data": dict, "parameters": int, "hardware": str, "device": str,

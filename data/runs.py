@@ -25,9 +25,8 @@ from pathlib import Path
 
 import torch
 
-from data import MAY_DIFFER, atomic
+from data import FORMAT, MAY_DIFFER, atomic
 
-FORMAT = "nanonorm 3"
 HOW_TO_START_OVER = ("choose another --out_dir, delete that folder, "
                      "or --overwrite every run of this command")
 # What best.pt and ckpt.pt hold, and what is in their progress.
