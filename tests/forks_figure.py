@@ -4,7 +4,8 @@
 
 Each file is a compare.csv of data/compare.py. A placement's learning rate is the one at which its
 first seed did best; the figure shows the mean and the standard deviation of all seeds at that rate,
-each seed as a small dot, and counts the runs that learned nothing. Needs matplotlib.
+each seed as a small dot, and counts the runs that failed: that diverged or learned nothing. Needs
+matplotlib.
 """
 import csv
 import statistics
@@ -16,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # where data
 from data import Parser, atomic, command
 
 FOUR = ("pre", "post", "peri", "geo")
-COLOURS = {"first": "#0072B2", "last": "#D55E00"}      # of Okabe and Ito, for the colour-blind
+
+# How each depth is drawn: colours of Okabe and Ito, which the colour-blind can tell apart.
+SHALLOW = {"color": "#0072B2", "marker": "s", "shift": 0.16}
+DEEP = {"color": "#D55E00", "marker": "o", "shift": -0.16}
 
 
 def read(path: Path) -> dict[str, list[dict]]:
@@ -28,14 +32,24 @@ def read(path: Path) -> dict[str, list[dict]]:
         runs = [line for line in lines if line["norm"] == norm]
         seed = min(int(line["seed"]) for line in runs)
         firsts = [line for line in runs if int(line["seed"]) == seed]
-        best = min(firsts, key=lambda line: (line["status"] != "ok", float(line["val_loss"])))
+        best = min(firsts, key=rank)
         found[norm] = [line for line in runs if line["learning_rate"] == best["learning_rate"]]
     return found
+
+
+def rank(line: dict) -> tuple[bool, float]:
+    """Runs that failed come last; those that diverged have no loss."""
+    return line["status"] != "ok", float(line["val_loss"] or "inf")
 
 
 def losses(runs: list[dict]) -> list[float]:
     """The last val loss of each run that learned something, nats/token."""
     return [float(line["val_loss"]) for line in runs if line["status"] == "ok"]
+
+
+def mean(runs: list[dict]) -> float:
+    """Of those that learned something; infinite if none did."""
+    return statistics.fmean(losses(runs)) if losses(runs) else float("inf")
 
 
 def draw(shallow: dict, deep: dict, path: Path):
@@ -44,38 +58,37 @@ def draw(shallow: dict, deep: dict, path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    def mean(runs):
-        return statistics.fmean(losses(runs)) if losses(runs) else float("inf")
-
     norms = sorted(deep, key=lambda norm: mean(deep[norm]), reverse=True)
     figure, axes = plt.subplots(figsize=(8, 0.34 * len(norms) + 1.2), layout="constrained")
-    rows = zip((shallow, deep), COLOURS.values(), (0.16, -0.16), "so")
-    for runs, colour, shift, marker in rows:
-        layers = next(iter(runs.values()))[0]["n_layer"]
+    for table, style in ((shallow, SHALLOW), (deep, DEEP)):
+        layers = next(iter(table.values()))[0]["n_layer"]
+        axes.plot([], [], style["marker"], color=style["color"], label=f"{layers} layers")
         for y, norm in enumerate(norms):
-            values = losses(runs.get(norm, []))
-            if values:
-                spread = statistics.stdev(values) if len(values) > 1 else 0
-                axes.plot(values, [y + shift] * len(values), ".", color=colour, alpha=0.45)
-                axes.errorbar(mean(runs[norm]), y + shift, xerr=spread, color=colour, capsize=3,
-                              marker=marker, label=f"{layers} layers" if y == 0 else None)
+            draw_line(axes, y + style["shift"], table.get(norm, []), style)
 
-    # How many runs learned nothing, at the right edge.
-    for y, norm in enumerate(norms):
-        for runs, colour, shift, _ in zip((shallow, deep), COLOURS.values(), (0.16, -0.16), "so"):
-            failed = len(runs.get(norm, [])) - len(losses(runs.get(norm, [])))
-            if failed:
-                axes.text(1.0, y + shift, f"{failed} learned nothing ", color=colour, fontsize=8,
-                          ha="right", va="center", transform=axes.get_yaxis_transform())
-    labels = axes.set_yticks(range(len(norms)), norms)
-    for tick in labels:
-        tick.label1.set_fontweight("bold" if tick.label1.get_text() in FOUR else "normal")
+    # The four of the program are in bold.
+    axes.set_yticks(range(len(norms)), norms)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() in FOUR else "normal")
     axes.set_xlabel("val loss, nats/token: mean and standard deviation over seeds")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.set_ylim(-0.7, len(norms) - 0.3)
+    axes.legend(loc="upper right")
     with atomic(path) as part:
-        plt.savefig(part, dpi=150, format="png")
+        figure.savefig(part, dpi=150, format="png")
     plt.close(figure)
+
+
+def draw_line(axes, y: float, runs: list[dict], style: dict):
+    """The runs of one placement at one depth: mean, deviation, seeds, and how many failed."""
+    colour, values = style["color"], losses(runs)
+    if values:
+        spread = statistics.stdev(values) if len(values) > 1 else 0
+        axes.plot(values, [y] * len(values), ".", color=colour, alpha=0.45)
+        axes.errorbar(mean(runs), y, xerr=spread, color=colour, capsize=3, marker=style["marker"])
+    if len(values) < len(runs):
+        axes.text(0.99, y, f"{len(runs) - len(values)} of {len(runs)} failed", color=colour,
+                  fontsize=8, ha="right", va="center", transform=axes.get_yaxis_transform())
 
 
 def main():

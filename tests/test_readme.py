@@ -117,20 +117,23 @@ def rows_of(selector: str) -> list[dict]:
 
 def learned(selector: str) -> dict[int, float]:
     """Loss by seed of the runs that learned something."""
-    losses = {int(line["seed"]): float(line["val_loss"]) for line in rows_of(selector)}
+    losses = {int(line["seed"]): float(line["val_loss"] or "inf") for line in rows_of(selector)}
     return {seed: loss for seed, loss in losses.items() if loss < NOTHING}
 
 
 def loss_cell(selector: str) -> str:
-    """`1.846 (0.002), 3 seeds`, and how many learned nothing."""
-    losses, count = list(learned(selector).values()), len(rows_of(selector))
+    """`1.846 (0.002), 3 seeds`, and how many diverged (they have no loss) or learned nothing."""
+    losses, rows = list(learned(selector).values()), rows_of(selector)
+    diverged = sum(not line["val_loss"] for line in rows)
+    counts = {"learned nothing": len(rows) - len(losses) - diverged, "diverged": diverged}
+    failures = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     if not losses:
-        return f"all {count} learned nothing"
+        return f"all {failures}"
     text = f"{statistics.mean(losses):.3f}"
     if len(losses) > 1:
         text += f" ({statistics.stdev(losses):.3f})"
     text += f", {len(losses)} seed" + ("s" if len(losses) > 1 else "")
-    return text if len(losses) == count else f"{text}; {count - len(losses)} learned nothing"
+    return f"{text}; {failures}" if failures else text
 
 
 def difference_cell(selector: str, base: str) -> str:
@@ -159,18 +162,19 @@ def tables(text: str) -> list[list[list[str]]]:
 def test_numbers_are_those_of_the_files():
     """A digit in the text once outlived its file: each loss, difference and interval is recomputed.
 
-    A table of results has the selector of its rows in the second column, and that of the row it
-    compares with in the header of the fourth.
+    A table of results has the selector of its rows in the second column, and in the header of each
+    column after the third that of the row it compares with.
     """
     checked = 0
     for header, *rows in tables(RESULTS):
-        base = re.search(r"minus .*`(\w+-?\w*: .*)`", header[-1])
-        if not base:
+        bases = re.findall(r"minus `(\w+-?\w*: [^`]*)`", " | ".join(header))
+        if not bases:
             continue
-        for setting, selector, loss, difference in rows:
+        assert len(header) == 3 + len(bases)
+        for setting, selector, loss, *differences in rows:
             selector = selector.strip("`")
             assert loss == loss_cell(selector), setting
-            assert difference == difference_cell(selector, base[1]), setting
+            assert differences == [difference_cell(selector, base) for base in bases], setting
             checked += 1
     assert checked >= 20
 
