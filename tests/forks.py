@@ -38,8 +38,10 @@ def head(name: str) -> list[str]:
 def copy_program(name: str, folder: Path):
     """The program in a new folder, with the diff of that name applied.
 
-    Raises ValueError if the diff does not apply, and FileNotFoundError without git.
+    Raises ValueError if the diff does not apply, or if there is no git to apply it.
     """
+    if shutil.which("git") is None:
+        raise ValueError("git is needed to apply a diff: install it")
     for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py")):
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +56,7 @@ def copy_program(name: str, folder: Path):
 
 
 def train(program: Path, name: str, flags: list[str]) -> int:
-    """Train one placement in this process's folder, with its datasets; returns the exit code."""
+    """Run that program's train.py from here, on this program's datasets; returns its exit code."""
     words = [sys.executable, str(program / "train.py"), "--norm", name, *flags]
     process = subprocess.Popen(words, env=os.environ | {"NANONORM_DATA": str(DATA_DIR)})
     return process.wait()
@@ -85,10 +87,11 @@ def main():
     # One after another. train.py itself saves and exits on an interrupt; then the rest is not run.
     failed = []
     with tempfile.TemporaryDirectory() as folder, Interrupt() as interrupt:
-        for name in dict.fromkeys(chosen):
-            program = ROOT if name in NORMS else Path(folder, name)
+        programs = {name: ROOT if name in NORMS else Path(folder, name) for name in chosen}
+        for name, program in programs.items():
             if name not in NORMS:
                 copy_program(name, program)
+        for name, program in programs.items():
             code = train(program, name, flags)
             if code == 2 or interrupt.number or code > 128:
                 sys.exit(code or 128 + interrupt.number)
@@ -105,7 +108,7 @@ def main():
 
 
 def run_command():
-    """The command line; a diff that does not apply, and a missing git, print one line."""
+    """The command line; what `copy_program` raises is printed as one line."""
     try:
         main()
     except ValueError as error:

@@ -416,13 +416,16 @@ def test_command_lists_and_refuses(datasets, tmp_path):
         assert wanted in refused.stderr and refused.stderr.count("\n") == 1
 
 
-def test_diff_that_does_not_apply(tmp_path, monkeypatch):
-    """A changed model.py: one line that names the diff."""
+def test_diff_that_cannot_be_applied(tmp_path, monkeypatch):
+    """A changed model.py, or no git: one line that names the diff, or git."""
     monkeypatch.setattr(forks, "FORKS", tmp_path)
     text = (REPO / "tests" / "forks" / "mix.diff").read_text(encoding="utf-8")
     (tmp_path / "mix.diff").write_text(text.replace("NORMS = (", "NORMZ = ("), encoding="utf-8")
     with pytest.raises(ValueError, match=r"mix\.diff does not apply: error: patch failed"):
         forks.copy_program("mix", tmp_path / "program")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="git is needed"):
+        forks.copy_program("mix", tmp_path / "other")
 
 
 def test_figure(tmp_path):
