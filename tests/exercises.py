@@ -76,6 +76,14 @@ def cut_out(source: str, name: str, todo: str, within: str | None = None) -> str
     return "\n".join(lines) + "\n"
 
 
+def copy_program(folder: Path, more: tuple = ()):
+    """Copy the program, less its tests, into the folder; more: further files, by their paths."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *(ROOT / name for name in more)):
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
 def title(number: int) -> str:
     """The first line of EXERCISE.txt."""
     return f"Exercise {number}. {EXERCISES[number].title}"
@@ -87,11 +95,7 @@ def start(number: int, folder: Path) -> str:
 
     # The program, less what is cut out, and the files to fill in.
     exercise = EXERCISES[number]
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *(ROOT / name for name in exercise.copy)]
-    for path in paths:
-        target = folder / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+    copy_program(folder, exercise.copy)
     for name, *part in exercise.cut:
         source = (folder / name).read_text(encoding="utf-8")
         (folder / name).write_text(cut_out(source, *part), encoding="utf-8")

@@ -6,8 +6,9 @@
 
 What follows -- are flags of train.py, the same for each, but for --norm. Each placement trains in a
 temporary copy of the program, so the working tree stays as it is. All runs share one --out_dir; at
-the end data/compare.py makes one table of all that is there, the first placement named on top. The
-same command continues what was interrupted. To fork the program itself: git apply tests/forks/NAME.diff
+the end data/compare.py makes one table of all that is there, the first placement named on top.
+The same command continues what was interrupted. To fork the program itself:
+git apply tests/forks/NAME.diff
 """
 import os
 import shutil
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FORKS = ROOT / "tests" / "forks"
 sys.path.insert(0, str(ROOT))       # where data/, train.py and model.py are
 
+import exercises
 from data import Interrupt, Parser, command
 from data.prepare import DATA_DIR
 
@@ -42,10 +44,7 @@ def copy_program(name: str, folder: Path):
     """
     if shutil.which("git") is None:
         raise ValueError("git is needed to apply a diff: install it")
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py")):
-        target = folder / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+    exercises.copy_program(folder)
 
     # Outside a repository git applies a diff as patch does; GIT_DIR keeps it from finding one.
     diff = FORKS / f"{name}.diff"

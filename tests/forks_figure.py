@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # where data/ is
 
 from data import Parser, atomic, command
+from data.compare import COLOURS
+from model import NORMS
 
-FOUR = ("pre", "post", "peri", "geo")
-
-# How each depth is drawn: colours of Okabe and Ito, which the colour-blind can tell apart.
-SHALLOW = {"color": "#0072B2", "marker": "s", "shift": 0.16}
-DEEP = {"color": "#D55E00", "marker": "o", "shift": -0.16}
+# How each depth is drawn.
+SHALLOW = {"color": COLOURS[0], "marker": "s", "shift": 0.16}
+DEEP = {"color": COLOURS[3], "marker": "o", "shift": -0.16}
 
 
 def read(path: Path) -> dict[str, list[dict]]:
@@ -54,12 +54,11 @@ def mean(runs: list[dict]) -> float:
 
 def draw(shallow: dict, deep: dict, path: Path):
     """Write the figure: one line per placement, the lowest mean at the larger depth on top."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     norms = sorted(deep, key=lambda norm: mean(deep[norm]), reverse=True)
-    figure, axes = plt.subplots(figsize=(8, 0.34 * len(norms) + 1.2), layout="constrained")
+    figure = Figure(figsize=(8, 0.34 * len(norms) + 1.2), layout="constrained")
+    axes = figure.subplots()
     for table, style in ((shallow, SHALLOW), (deep, DEEP)):
         layers = next(iter(table.values()))[0]["n_layer"]
         axes.plot([], [], style["marker"], color=style["color"], label=f"{layers} layers")
@@ -69,14 +68,13 @@ def draw(shallow: dict, deep: dict, path: Path):
     # The four of the program are in bold.
     axes.set_yticks(range(len(norms)), norms)
     for label in axes.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() in FOUR else "normal")
+        label.set_fontweight("bold" if label.get_text() in NORMS else "normal")
     axes.set_xlabel("val loss, nats/token: mean and standard deviation over seeds")
     axes.grid(axis="x", alpha=0.3)
     axes.set_ylim(-0.7, len(norms) - 0.3)
     axes.legend(loc="upper right")
     with atomic(path) as part:
         figure.savefig(part, dpi=150, format="png")
-    plt.close(figure)
 
 
 def draw_line(axes, y: float, runs: list[dict], style: dict):

@@ -25,6 +25,8 @@ from model import GPT
 REPO = Path(__file__).resolve().parents[1]
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=10,
             warmup_iters=2, eval_interval=4, log_interval=2)
+SMALL = ["--dataset", "mine", "--device", "cpu",
+         *(word for name, value in TINY.items() for word in (f"--{name}", str(value)))]
 CPU = torch.device("cpu")
 FLOAT32 = torch.autocast("cpu", torch.bfloat16, enabled=False)
 TIMES = ("tokens_per_second", "peak_mb", "train_seconds", "elapsed_seconds")
@@ -93,12 +95,14 @@ def refusal(call, *args) -> str:
 
 def start(datasets: Path, *flags, **env) -> subprocess.Popen:
     """The real command, with the settings of TINY; a later flag wins."""
-    small = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
-    few = {"OMP_NUM_THREADS": "1", "NANONORM_DATA": str(datasets)}
-    return subprocess.Popen(
-        [sys.executable, REPO / "train.py", "--dataset", "mine", "--device", "cpu", *small,
-         *map(str, flags)], env=os.environ | few | env, cwd=datasets, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, REPO / "train.py", *SMALL, *map(str, flags)],
+                            env=environment(datasets) | env, cwd=datasets,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def environment(datasets: Path) -> dict[str, str]:
+    """Of a process that finds the datasets and computes on one thread."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "NANONORM_DATA": str(datasets)}
 
 
 def at_step(monkeypatch, action):

@@ -1,7 +1,6 @@
 """Each published placement in tests/forks: its diff, its place in the program, and its equation."""
 import importlib.util
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -17,8 +16,8 @@ import forks
 import forks_figure
 import model
 import train
-from helpers import (REPO, TINY, PowerCut, assert_same_run, cells, configs, cut_at, datasets, files,
-                     here, read)
+from helpers import (REPO, SMALL, PowerCut, assert_same_run, cells, configs, cut_at, datasets,
+                     environment, files, here, read)
 
 NAMES = forks.names()
 every_fork = pytest.mark.parametrize("name", NAMES)
@@ -43,16 +42,16 @@ def fork(tmp_path_factory):
         del sys.modules[module.__name__]
 
 
-def gpt(module, norm: str, seed: int = 1, **settings):
+def gpt(module, norm: str, **settings):
     """A small model in float64, without dropout."""
     shape = dict(block_size=T, vocab_size=V, n_layer=4, n_head=2, n_embd=C) | settings
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     return module.GPT(module.GPTConfig(norm=norm, **shape)).double().eval()
 
 
-def lively(model, seed: int = 2):
+def lively(model):
     """The model with its learned gains, steps and other vectors moved away from their start."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() < 2:
@@ -60,8 +59,8 @@ def lively(model, seed: int = 2):
     return model
 
 
-def tokens(seed: int = 3):
-    return torch.randint(V, (2, T), generator=torch.Generator().manual_seed(seed))
+def tokens():
+    return torch.randint(V, (2, T), generator=torch.Generator().manual_seed(3))
 
 
 # ---------------------------------------------------------------------------- what all must fulfil
@@ -172,17 +171,16 @@ def N(x, gain=1.0):
     return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
 
-def sublayer(seed: int = 4):
-    """A sublayer f that is one matrix, and its output as a function."""
-    f = nn.Linear(C, C, bias=False).double()
-    nn.init.normal_(f.weight, generator=torch.Generator().manual_seed(seed))
-    return f
+def tangent(x, g):
+    """The part of g across x."""
+    return g - (x * g).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x
 
 
 def residual(module, norm: str, layer: int = 2, **settings):
-    """One sublayer of that placement with moved gains, its f, and a stream x, (2, 5, C)."""
+    """One sublayer with moved gains, its f, which is one matrix, and a stream x, (2, 5, C)."""
     shape = dict(block_size=T, vocab_size=V, n_layer=8, n_head=2, n_embd=C) | settings
-    f = sublayer()
+    f = nn.Linear(C, C, bias=False)
+    nn.init.normal_(f.weight, generator=torch.Generator().manual_seed(4))
     made = module.Residual(module.GPTConfig(norm=norm, **shape), layer, f).double()
     x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     return lively(made), f, 3 * x
@@ -244,7 +242,8 @@ def test_deepnorm_start(fork):
     model, beta = gpt(fork("deepnorm"), "deepnorm", n_embd=128, n_layer=3), 24 ** -0.25
     block, C = model.blocks[1], 128
     q_and_k, v = block.attention.f.c_attn.weight.split((2 * C, C))
-    for weight, fan_in, factor in ((q_and_k, C, 1), (v, C, beta), (block.mlp.f.c_fc.weight, C, beta),
+    for weight, fan_in, factor in ((q_and_k, C, 1), (v, C, beta),
+                                   (block.mlp.f.c_fc.weight, C, beta),
                                    (block.attention.f.c_proj.weight, C, beta),
                                    (block.mlp.f.c_proj.weight, 4 * C, beta)):
         assert weight.std().item() == pytest.approx(factor / math.sqrt(fan_in), rel=0.03)
@@ -296,9 +295,7 @@ def test_exponential_turns_by_the_whole_length(size, fork):
     made, f, x = residual(fork("exponential"), "exponential")
     with torch.no_grad():
         made.f.weight *= size
-    g = f(x)
-    v = g - (x * g).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x
-    r = x.norm(dim=-1, keepdim=True)
+    v, r = tangent(x, f(x)), x.norm(dim=-1, keepdim=True)
     t = v.norm(dim=-1, keepdim=True) / r
     close(made(x), t.cos() * x + t.sin() * r * v / v.norm(dim=-1, keepdim=True))
     assert [name for name, _ in made.named_parameters()] == ["f.weight"]
@@ -327,8 +324,8 @@ def test_keel(fork):
 def test_hybrid_attention_normalises_q_k_and_v_of_each_head(fork):
     """Softmax attention written out, head by head; positions enter after the norms."""
     module = fork("hybrid")
-    block = lively(gpt(module, "hybrid", n_head=2)).blocks[1]
-    model = gpt(module, "hybrid", n_head=2)
+    model = lively(gpt(module, "hybrid"))
+    block = model.blocks[1]
     x, attention = 5 * torch.randn(1, T, C, dtype=torch.float64), block.attention.f
     heads = []
     for head in range(2):
@@ -369,22 +366,18 @@ def test_retraction_projects_x_plus_a_part_of_the_tangent(s, fork):
     made, f, x = residual(fork("retraction"), "retraction")
     with torch.no_grad():
         made.a.fill_(s)
-    g, r = f(x), x.norm(dim=-1, keepdim=True)
-    v = g - (x * g).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x
-    moved = x + v / (1 + math.exp(-s))
-    close(made(x), r * moved / moved.norm(dim=-1, keepdim=True))
+    moved = x + tangent(x, f(x)) / (1 + math.exp(-s))
+    close(made(x), x.norm(dim=-1, keepdim=True) * moved / moved.norm(dim=-1, keepdim=True))
     assert residual(fork("retraction"), "retraction")[0].a.shape == (1,)
 
 
-# -------------------------------------------------------------------------------- the command itself
+# ------------------------------------------------------------------------------- the command itself
 
 def command(datasets, *words):
     """tests/forks.py at the size of TINY, in a folder outside the checkout."""
-    small = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
-    words = [*words, *small, "--dataset", "mine", "--device", "cpu"] if "--" in words else words
+    words = [*words, *SMALL] if "--" in words else words
     return subprocess.run([sys.executable, REPO / "tests" / "forks.py", *words], cwd=datasets,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "NANONORM_DATA": str(datasets)},
-                          capture_output=True, text=True)
+                          env=environment(datasets), capture_output=True, text=True)
 
 
 def test_command_trains_compares_and_goes_on(datasets, tmp_path):

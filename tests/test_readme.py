@@ -3,17 +3,14 @@ import csv
 import math
 import re
 import shlex
-import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import data.prepare
+import exercises
 import train
 from model import NORMS
 
@@ -40,9 +37,7 @@ def commands(text: str) -> list[str]:
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The program in a folder of its own, with a small text where stdlib would be."""
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py")):
-        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    exercises.copy_program(tmp_path)
     text = tmp_path / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 110, 5000, dtype=np.uint8).tobytes())
     monkeypatch.setattr(data.prepare, "DATA_DIR", tmp_path / "data")
