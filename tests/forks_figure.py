@@ -24,9 +24,14 @@ DEEP = {"color": COLOURS[3], "marker": "o", "shift": -0.16}
 
 
 def read(path: Path) -> dict[str, list[dict]]:
-    """The runs of a compare.csv by norm, each norm at its best rate."""
+    """The runs of a compare.csv by norm, each norm at its best rate.
+
+    Raises KeyError for a column that is missing, and ValueError for other text or no run at all.
+    """
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
+    if not lines:
+        raise ValueError("it has no runs")
     found = {}
     for norm in dict.fromkeys(line["norm"] for line in lines):
         runs = [line for line in lines if line["norm"] == norm]
@@ -95,12 +100,16 @@ def main():
     parser.add_argument("deep", type=Path, help="another, which gives the order")
     parser.add_argument("figure", type=Path, help="the PNG file to write")
     args = parser.parse_args()
+    tables = []
+    for path in (args.shallow, args.deep):
+        try:
+            tables.append(read(path))
+        except (KeyError, ValueError) as error:
+            sys.exit(f"{path} is no compare.csv of finished runs: {error}")
     try:
-        draw(read(args.shallow), read(args.deep), args.figure)
+        draw(*tables, args.figure)
     except ModuleNotFoundError:
         sys.exit("the figure needs matplotlib: pip install matplotlib")
-    except (KeyError, ValueError) as error:
-        sys.exit(f"not a compare.csv of finished runs: {error}")
 
 
 if __name__ == "__main__":

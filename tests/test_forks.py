@@ -17,7 +17,7 @@ import forks_figure
 import model
 import train
 from helpers import (REPO, SMALL, PowerCut, assert_same_run, cells, configs, cut_at, datasets,
-                     environment, files, here, read)
+                     environment, files, here, read, refusal)
 
 NAMES = forks.names()
 every_fork = pytest.mark.parametrize("name", NAMES)
@@ -435,3 +435,12 @@ def test_figure(tmp_path):
     forks_figure.draw(runs, runs, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "part.a.png").exists()
+
+
+@pytest.mark.parametrize("text", ["", "norm,seed\n", "no,columns\n1,2\n"])
+def test_figure_of_another_file(text, tmp_path, monkeypatch):
+    """An empty file once ended with a traceback: one line that names it."""
+    path = tmp_path / "other.csv"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["forks_figure.py", str(path), str(path), "x.png"])
+    assert refusal(forks_figure.main).startswith(f"{path} is no compare.csv")
