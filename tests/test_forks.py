@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forks
-import forks_figure
+import depths_figure
 import model
 import train
 from helpers import (REPO, SMALL, PowerCut, assert_same_run, cells, configs, cut_at, datasets,
@@ -422,17 +422,20 @@ def test_diff_that_cannot_be_applied(tmp_path, monkeypatch):
 
 
 def test_figure(tmp_path):
-    """It is drawn from two tables, at each placement's best rate; failures are counted."""
+    """It is drawn from two tables, at each setting's best rate; failures are counted."""
     pytest.importorskip("matplotlib")
-    lines = [("pre", 0.1, 1, 2.0, "ok"), ("pre", 0.1, 2, 2.2, "ok"), ("pre", 0.2, 1, 2.1, "ok"),
-             ("mix", 0.2, 1, 1.0, "learned nothing"), ("mix", 0.1, 1, 3.0, "ok")]
+    lines = [("pre", "none", 0.1, 1, 2.0, "ok"), ("pre", "none", 0.1, 2, 2.2, "ok"),
+             ("pre", "none", 0.2, 1, 2.1, "ok"), ("pre", "sqrt", 0.2, 1, 1.9, "ok"),
+             ("mix", "none", 0.2, 1, 1.0, "learned nothing"), ("mix", "none", 0.1, 1, 3.0, "ok")]
     for name in ("a.csv", "b.csv"):
-        text = "norm,learning_rate,seed,val_loss,status,n_layer\n"
-        text += "".join(",".join(map(str, (*line, 4))) + "\n" for line in lines)
+        text = "norm,decay,learning_rate,seed,val_loss,status,n_layer,entry\n"
+        text += "".join(",".join(map(str, (*line, 4, "own"))) + "\n" for line in lines)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    runs = forks_figure.read(tmp_path / "a.csv")
-    assert [forks_figure.losses(runs[norm]) for norm in ("pre", "mix")] == [[2.0, 2.2], [3.0]]
-    forks_figure.draw(runs, runs, tmp_path / "a.png")
+    runs = depths_figure.read(tmp_path / "a.csv")
+    assert list(map(depths_figure.losses, runs.values())) == [[2.0, 2.2], [1.9], [3.0]]
+    assert depths_figure.names(runs) == ["pre, decay none, entry own", "pre, decay sqrt, entry own",
+                                         "mix"]
+    depths_figure.draw(runs, runs, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "part.a.png").exists()
 
@@ -442,5 +445,5 @@ def test_figure_of_another_file(text, tmp_path, monkeypatch):
     """An empty file once ended with a traceback: one line that names it."""
     path = tmp_path / "other.csv"
     path.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["forks_figure.py", str(path), str(path), "x.png"])
-    assert refusal(forks_figure.main).startswith(f"{path} is no compare.csv")
+    monkeypatch.setattr(sys, "argv", ["depths_figure.py", str(path), str(path), "x.png"])
+    assert refusal(depths_figure.main).startswith(f"{path} is no compare.csv")

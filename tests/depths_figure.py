@@ -1,11 +1,11 @@
-"""The placements in order: one figure from two tables of finished runs, at two depths.
+"""The settings in order: one figure from two tables of finished runs, at two depths.
 
-    python tests/forks_figure.py data/results/forks4.csv data/results/forks16.csv forks.png
+    python tests/depths_figure.py data/results/forks4.csv data/results/forks16.csv forks.png
 
-Each file is a compare.csv of data/compare.py. A placement's learning rate is the one at which its
-first seed did best; the figure shows the mean and the standard deviation of all seeds at that rate,
-each seed as a small dot, and counts the runs that failed: that diverged or learned nothing. Needs
-matplotlib.
+Each file is a compare.csv of data/compare.py. A setting is a norm, a decay and an entry; its
+learning rate is the one at which its first seed did best. The figure shows the mean and the
+standard deviation of all seeds at that rate, each seed as a small dot, and counts the runs that
+failed: that diverged or learned nothing. Needs matplotlib.
 """
 import csv
 import statistics
@@ -23,8 +23,8 @@ SHALLOW = {"color": COLOURS[0], "marker": "s", "shift": 0.16}
 DEEP = {"color": COLOURS[3], "marker": "o", "shift": -0.16}
 
 
-def read(path: Path) -> dict[str, list[dict]]:
-    """The runs of a compare.csv by norm, each norm at its best rate.
+def read(path: Path) -> dict[tuple, list[dict]]:
+    """The runs of a compare.csv by (norm, decay, entry), each setting at its best rate.
 
     Raises KeyError for a column that is missing, and ValueError for other text or no run at all.
     """
@@ -33,13 +33,16 @@ def read(path: Path) -> dict[str, list[dict]]:
     if not lines:
         raise ValueError("it has no runs")
     found = {}
-    for norm in dict.fromkeys(line["norm"] for line in lines):
-        runs = [line for line in lines if line["norm"] == norm]
-        seed = min(int(line["seed"]) for line in runs)
-        firsts = [line for line in runs if int(line["seed"]) == seed]
-        best = min(firsts, key=rank)
-        found[norm] = [line for line in runs if line["learning_rate"] == best["learning_rate"]]
-    return found
+    for line in lines:
+        found.setdefault((line["norm"], line["decay"], line["entry"]), []).append(line)
+    return {setting: at_best_rate(runs) for setting, runs in found.items()}
+
+
+def at_best_rate(runs: list[dict]) -> list[dict]:
+    """Those of the learning rate at which the first seed did best."""
+    first = min(int(line["seed"]) for line in runs)
+    best = min((line for line in runs if int(line["seed"]) == first), key=rank)
+    return [line for line in runs if line["learning_rate"] == best["learning_rate"]]
 
 
 def rank(line: dict) -> tuple[bool, float]:
@@ -57,33 +60,40 @@ def mean(runs: list[dict]) -> float:
     return statistics.fmean(losses(runs)) if losses(runs) else float("inf")
 
 
+def names(settings: list[tuple]) -> list[str]:
+    """The norm of each setting, with its decay and entry where the norm has several settings."""
+    norms = [norm for norm, _, _ in settings]
+    return [norm if norms.count(norm) == 1 else f"{norm}, decay {decay}, entry {entry}"
+            for norm, decay, entry in settings]
+
+
 def draw(shallow: dict, deep: dict, path: Path):
-    """Write the figure: one line per placement, the lowest mean at the larger depth on top."""
+    """Write the figure: one line per setting, the lowest mean at the larger depth on top."""
     from matplotlib.figure import Figure
 
-    norms = sorted(deep, key=lambda norm: mean(deep[norm]), reverse=True)
-    figure = Figure(figsize=(8, 0.34 * len(norms) + 1.2), layout="constrained")
+    settings = sorted(deep, key=lambda setting: mean(deep[setting]), reverse=True)
+    figure = Figure(figsize=(8, 0.34 * len(settings) + 1.2), layout="constrained")
     axes = figure.subplots()
     for table, style in ((shallow, SHALLOW), (deep, DEEP)):
         layers = next(iter(table.values()))[0]["n_layer"]
         axes.plot([], [], style["marker"], color=style["color"], label=f"{layers} layers")
-        for y, norm in enumerate(norms):
-            draw_line(axes, y + style["shift"], table.get(norm, []), style)
+        for y, setting in enumerate(settings):
+            draw_line(axes, y + style["shift"], table.get(setting, []), style)
 
     # The four of the program are in bold.
-    axes.set_yticks(range(len(norms)), norms)
+    axes.set_yticks(range(len(settings)), names(settings))
     for label in axes.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() in NORMS else "normal")
     axes.set_xlabel("val loss, nats/token: mean and standard deviation over seeds")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_ylim(-0.7, len(norms) - 0.3)
+    axes.set_ylim(-0.7, len(settings) - 0.3)
     axes.legend(loc="upper right")
     with atomic(path) as part:
         figure.savefig(part, dpi=150, format="png")
 
 
 def draw_line(axes, y: float, runs: list[dict], style: dict):
-    """The runs of one placement at one depth: mean, deviation, seeds, and how many failed."""
+    """The runs of one setting at one depth: mean, deviation, seeds, and how many failed."""
     colour, values = style["color"], losses(runs)
     if values:
         spread = statistics.stdev(values) if len(values) > 1 else 0
@@ -95,7 +105,7 @@ def draw_line(axes, y: float, runs: list[dict], style: dict):
 
 
 def main():
-    parser = Parser(description="The placements in order: one figure from two compare.csv.")
+    parser = Parser(description="The settings in order: one figure from two compare.csv.")
     parser.add_argument("shallow", type=Path, help="a compare.csv, for example of 4 layers")
     parser.add_argument("deep", type=Path, help="another, which gives the order")
     parser.add_argument("figure", type=Path, help="the PNG file to write")
