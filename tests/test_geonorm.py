@@ -3,6 +3,7 @@ import copy
 import math
 import os
 import shutil
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from geonorm import DECAYS, GeoNorm, geodesic_update, update_decay
-from model import GPTConfig, Residual
+from model import GPT, GPTConfig, Residual
 
 
 def restated(x, g, scale=1.0, bias=0.0, decay=1.0, max_angle=math.pi / 4, p=math.inf):
@@ -417,6 +418,35 @@ def test_appendix_b():
         close(angle(y, turned), torch.full((20,), math.atan(1 / math.sqrt(k)), dtype=torch.float64))
         theta = math.atan(1 / math.sqrt(k))
         close(turned, math.cos(theta) * y + math.sin(theta) * f)
+
+
+def test_appendix_b_trains_as_pre():
+    """Both forms from one start, 30 steps of AdamW: the losses are equal up to RMSNorm's eps."""
+    def appendix_b(residual, k, y, *context):
+        update = residual.f(residual.norm_in(y), *context)
+        return math.sqrt(k / (k + 1)) * y + update / math.sqrt(k + 1)
+
+    torch.manual_seed(0)
+    tokens = torch.randint(20, (30, 4, 17))
+    losses = {}
+    for form in ("pre", "appendix B"):
+        torch.manual_seed(1)
+        model = GPT(GPTConfig(16, 20, n_layer=3, n_head=2, n_embd=16, norm="pre", entry="norm"))
+        model.double()
+        if form == "appendix B":
+            sublayers = [module for module in model.modules() if isinstance(module, Residual)]
+            for k, residual in enumerate(sublayers, 1):
+                residual.forward = partial(appendix_b, residual, k)
+        optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-2)
+        losses[form] = []
+        for batch in tokens:
+            loss = model.loss(batch[:, :-1], batch[:, 1:])
+            losses[form].append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert losses["appendix B"] == pytest.approx(losses["pre"], abs=1e-5)
+    assert abs(losses["pre"][-1] - losses["pre"][0]) > 0.01
 
 
 def test_residuals_are_sphere_steps():
