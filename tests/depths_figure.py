@@ -3,9 +3,9 @@
     python tests/depths_figure.py data/results/forks4.csv data/results/forks16.csv forks.png
 
 Each file is a compare.csv of data/compare.py. A setting is a norm, a decay and an entry; its
-learning rate is the one at which its first seed did best. The figure shows the mean and the
-standard deviation of all seeds at that rate, each seed as a small dot, and counts the runs that
-failed: that diverged or learned nothing. Needs matplotlib.
+learning rate is the one with the most seeds, and of several such rates the best. The figure shows
+the mean and the standard deviation of the seeds at that rate, each seed as a small dot, and counts
+the runs that failed: that diverged or learned nothing. Needs matplotlib.
 """
 import csv
 import statistics
@@ -39,15 +39,11 @@ def read(path: Path) -> dict[tuple, list[dict]]:
 
 
 def at_best_rate(runs: list[dict]) -> list[dict]:
-    """Those of the learning rate at which the first seed did best."""
-    first = min(int(line["seed"]) for line in runs)
-    best = min((line for line in runs if int(line["seed"]) == first), key=rank)
-    return [line for line in runs if line["learning_rate"] == best["learning_rate"]]
-
-
-def rank(line: dict) -> tuple[bool, float]:
-    """Runs that failed come last; those that diverged have no loss."""
-    return line["status"] != "ok", float(line["val_loss"] or "inf")
+    """Those of the rate with the most seeds; then with the fewest failures, and the lowest mean."""
+    rates = {}
+    for line in runs:
+        rates.setdefault(line["learning_rate"], []).append(line)
+    return min(rates.values(), key=lambda own: (-len(own), -len(losses(own)), mean(own)))
 
 
 def losses(runs: list[dict]) -> list[float]:

@@ -425,7 +425,8 @@ def test_figure(tmp_path):
     """It is drawn from two tables, at each setting's best rate; failures are counted."""
     pytest.importorskip("matplotlib")
     lines = [("pre", "none", 0.1, 1, 2.0, "ok"), ("pre", "none", 0.1, 2, 2.2, "ok"),
-             ("pre", "none", 0.2, 1, 2.1, "ok"), ("pre", "sqrt", 0.2, 1, 1.9, "ok"),
+             ("pre", "none", 0.2, 1, 1.8, "ok"), ("pre", "sqrt", 0.2, 1, 1.9, "ok"),
+             ("pre", "sqrt", 0.4, 1, 2.5, "ok"),
              ("mix", "none", 0.2, 1, 1.0, "learned nothing"), ("mix", "none", 0.1, 1, 3.0, "ok")]
     for name in ("a.csv", "b.csv"):
         text = "norm,decay,learning_rate,seed,val_loss,status,n_layer,entry\n"
