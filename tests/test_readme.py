@@ -186,6 +186,41 @@ def test_numbers_are_those_of_the_files():
     assert checked >= 20
 
 
+def mean_cell(lines: list[dict], column: str) -> str:
+    """The mean of a column, with as many digits as the tables of depth have."""
+    values = [float(line[column]) for line in lines if line[column]]
+    digits = {"rms_last_first": 2, "grad_max_min": 1, "mean_angle": 2, "clamped": 3}[column]
+    return f"{statistics.mean(values):.{digits}f}" if values else "-"
+
+
+def power(lines: list[dict], first: int) -> str:
+    """The power of the layer with which the turn changes: a line through its logarithms."""
+    layers = sorted({int(line["layer"]) for line in lines if int(line["layer"]) + 1 >= first})
+    turns = [statistics.mean(float(line["angle"]) for line in lines if int(line["layer"]) == layer)
+             for layer in layers]
+    return f"{np.polyfit(np.log(np.array(layers) + 1), np.log(turns), 1)[0]:+.2f}"
+
+
+def test_depth_is_that_of_the_files():
+    """What a sublayer does: means over the runs that learned, and how the turn changes by layer."""
+    checked = 0
+    for header, *rows in tables(RESULTS):
+        for what, selector, *numbers in rows:
+            lines = rows_of(selector.strip("`")) if header[1] == "rows" else []
+            if header[-1] == "clamped":
+                lines = [line for line in lines if line["status"] == "ok"]
+                columns = ("rms_last_first", "grad_max_min", "mean_angle", "clamped")
+                assert numbers == [mean_cell(lines, column) for column in columns], what
+                checked += 1
+            elif header[-1] == "MLP, trained":
+                parts = [[line for line in lines
+                          if (line["step"], line["sublayer"]) == (step, sublayer)]
+                         for step in ("0", "600") for sublayer in ("attention", "mlp")]
+                assert numbers == [power(part, first) for part, first in zip(parts, (1, 1, 2, 2))]
+                checked += 1
+    assert checked >= 10
+
+
 def test_findings_repeat_the_results():
     """Every loss and difference among the README's findings is in a table of data/results."""
     findings = README.partition("## What we measured")[2].partition("\n## ")[0]
