@@ -130,7 +130,7 @@ def parse_args(args: list[str] | None = None) -> dict[Path, Config]:
 
 
 def check_config(parser: Parser, config: Config):
-    """Refuse a run that cannot be built, or whose learning rate would rise instead of fall."""
+    """Refuse what cannot be built, a learning rate that would rise, and a file for a folder."""
     try:
         gpt_config(config, vocab_size=1)    # the real one is known once the dataset is read
     except ValueError as error:
@@ -138,6 +138,8 @@ def check_config(parser: Parser, config: Config):
     if config.min_lr is not None and config.min_lr > config.learning_rate:
         parser.error(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: "
                      "lower it")
+    if Path(config.out_dir).is_file():
+        parser.error(f"--out_dir {config.out_dir} is a file: give a folder")
 
 
 def gpt_config(config: Config, vocab_size: int) -> GPTConfig:

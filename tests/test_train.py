@@ -80,6 +80,13 @@ def test_min_lr_above_the_rate(flags, capsys):
     assert config("--learning_rate", 1e-3, "--min_lr", 1e-3).min_lr == 1e-3     # a constant rate
 
 
+def test_out_dir_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "notes").write_text("kept", encoding="utf-8")
+    assert exit_code(configs, "--out_dir", tmp_path / "notes") == 2
+    assert f"{tmp_path / 'notes'} is a file" in one_line(capsys)
+    assert (tmp_path / "notes").read_text(encoding="utf-8") == "kept"
+
+
 @pytest.mark.parametrize("flags, largest", [
     ("--warmup_iters 200 --max_iters 5", 0.003 * 5 / 201),
     ("--warmup_iters 4 --lr_decay_iters 4 --max_iters 6", 0.003 * 4 / 5),
