@@ -221,6 +221,17 @@ def test_depth_is_that_of_the_files():
     assert checked >= 10
 
 
+def test_costs_are_those_of_the_file():
+    """Time and memory of every placement, divided by those of `pre`."""
+    with open(ROOT / "data" / "results" / "forks-cost.csv", encoding="utf-8", newline="") as file:
+        costs = {line["norm"]: line for line in csv.DictReader(file)}
+    found, = [rows for header, *rows in tables(RESULTS) if header[-2:] == ["time", "memory"]]
+    assert {row[0].strip("`") for row in found} == set(costs)
+    for norm, *_, time, memory in found:
+        line = costs[norm.strip("`")]
+        assert [time, memory] == [f"{float(line[name]):.2f}" for name in ("time", "memory")], norm
+
+
 def test_findings_repeat_the_results():
     """Every loss and difference among the README's findings is in a table of data/results."""
     findings = README.partition("## What we measured")[2].partition("\n## ")[0]
