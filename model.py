@@ -157,7 +157,7 @@ def edge_norms(config: GPTConfig) -> tuple[nn.Module, nn.Module]:
 
 
 class Residual(nn.Module):
-    """One sublayer f and how its output joins the stream x. This is all that `--norm` changes:
+    """One sublayer f and how its output joins the stream x: with `edge_norms`, all of `--norm`.
 
         norm   one sublayer            before the first block   after the last   arXiv
         pre    x + d f(N(x))           nothing                  N                2002.04745

@@ -543,21 +543,28 @@ def draw_panels(figure, groups: dict):
     gradient.set(title="Gradient of each layer", xlabel="layer", ylabel="norm")
 
 
+def load_matplotlib():
+    """matplotlib with its `figure`. Raises ImportError if it is not installed.
+
+    A figure for a file needs no backend, and MPLBACKEND may name one that does not exist.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib.figure
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+
+    # In a notebook, it names what shows the notebook's own figures.
+    with suppress(ValueError):
+        matplotlib.rcParams.update({} if backend is None else {"backend": backend})
+    return matplotlib
+
+
 def draw(runs: list[Run], path: Path):
     """compare.png. Whatever goes wrong is one line on stderr: table and compare.csv are done."""
     try:
-        # A figure for a file needs no backend, and MPLBACKEND may name one that does not exist.
-        backend = os.environ.pop("MPLBACKEND", None)
-        try:
-            import matplotlib.figure
-        finally:
-            if backend is not None:
-                os.environ["MPLBACKEND"] = backend
-
-        # In a notebook, it names what shows the notebook's own figures.
-        with suppress(ValueError):
-            matplotlib.rcParams.update({} if backend is None else {"backend": backend})
-
+        matplotlib = load_matplotlib()
         with matplotlib.rc_context(FIGURE), atomic(path) as part:
             figure = matplotlib.figure.Figure(figsize=(8, 9), layout="constrained")
             draw_panels(figure, settings(runs))

@@ -15,8 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # where data/ is
 
 from data import Parser, atomic, command
-from data.compare import COLOURS
+from data.compare import COLOURS, load_matplotlib
 from model import NORMS
+
+# What is read of each line.
+COLUMNS = ("norm", "decay", "entry", "n_layer", "learning_rate", "seed", "status", "val_loss")
 
 # How each depth is drawn.
 SHALLOW = {"color": COLOURS[0], "marker": "s", "shift": 0.16}
@@ -26,15 +29,21 @@ DEEP = {"color": COLOURS[3], "marker": "o", "shift": -0.16}
 def read(path: Path) -> dict[tuple, list[dict]]:
     """The runs of a compare.csv by (norm, decay, entry), each setting at its best rate.
 
-    Raises KeyError for a column that is missing, and ValueError for other text or no run at all.
+    Raises ValueError for other text, for no run at all, and for runs that differ in other flags.
     """
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     if not lines:
         raise ValueError("it has no runs")
-    found = {}
+    found, seen = {}, set()
     for line in lines:
-        found.setdefault((line["norm"], line["decay"], line["entry"]), []).append(line)
+        if None in line.values() or not set(COLUMNS) <= set(line):
+            raise ValueError(f"each line needs {', '.join(COLUMNS)}")
+        run = tuple(line[name] for name in ("norm", "decay", "entry", "learning_rate", "seed"))
+        if run in seen or line["n_layer"] != lines[0]["n_layer"]:
+            raise ValueError("its runs differ in more than norm, decay, entry, rate and seed")
+        seen.add(run)
+        found.setdefault(run[:3], []).append(line)
     return {setting: at_best_rate(runs) for setting, runs in found.items()}
 
 
@@ -65,10 +74,9 @@ def names(settings: list[tuple]) -> list[str]:
 
 def draw(shallow: dict, deep: dict, path: Path):
     """Write the figure: one line per setting, the lowest mean at the larger depth on top."""
-    from matplotlib.figure import Figure
-
     settings = sorted(deep, key=lambda setting: mean(deep[setting]), reverse=True)
-    figure = Figure(figsize=(8, 0.34 * len(settings) + 1.2), layout="constrained")
+    size = (8, 0.34 * len(settings) + 1.2)
+    figure = load_matplotlib().figure.Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for table, style in ((shallow, SHALLOW), (deep, DEEP)):
         layers = next(iter(table.values()))[0]["n_layer"]
@@ -106,15 +114,19 @@ def main():
     parser.add_argument("deep", type=Path, help="another, which gives the order")
     parser.add_argument("figure", type=Path, help="the PNG file to write")
     args = parser.parse_args()
+    if args.figure.suffix != ".png" or not args.figure.parent.is_dir():
+        parser.error(f"{args.figure} must end in .png, in a folder that exists")
     tables = []
     for path in (args.shallow, args.deep):
         try:
             tables.append(read(path))
-        except (KeyError, ValueError) as error:
-            sys.exit(f"{path} is no compare.csv of finished runs: {error}")
+        except ValueError as error:
+            sys.exit(f"{path} is no compare.csv of one depth: {error}")
+    for setting in sorted(tables[0].keys() ^ tables[1].keys()):
+        print(f"{', '.join(setting)}: only at one of the depths", file=sys.stderr)
     try:
         draw(*tables, args.figure)
-    except ModuleNotFoundError:
+    except ImportError:
         sys.exit("the figure needs matplotlib: pip install matplotlib")
 
 

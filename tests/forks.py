@@ -12,6 +12,7 @@ git apply tests/forks/NAME.diff
 """
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,14 +52,25 @@ def copy_program(name: str, folder: Path):
     run = subprocess.run(["git", "apply", diff], cwd=folder, capture_output=True, text=True,
                          env=os.environ | {"GIT_DIR": str(folder / "no repository")})
     if run.returncode:
-        raise ValueError(f"{diff} does not apply: {run.stderr.strip().splitlines()[0]}")
+        raise ValueError(f"{diff} does not apply: {run.stderr.strip().splitlines()[0]}; if you "
+                         "changed model.py, run this in a clean clone")
 
 
-def train(program: Path, name: str, flags: list[str]) -> int:
-    """Run that program's train.py from here, on this program's datasets; returns its exit code."""
+def train(program: Path, name: str, flags: list[str], interrupt: Interrupt) -> int:
+    """Run that program's train.py from here, on this program's datasets; returns its exit code.
+
+    Ctrl-C reaches both processes; a SIGTERM only the one it is sent to, so that it is passed on.
+    """
     words = [sys.executable, str(program / "train.py"), "--norm", name, *flags]
     process = subprocess.Popen(words, env=os.environ | {"NANONORM_DATA": str(DATA_DIR)})
-    return process.wait()
+    told = False
+    while True:
+        try:
+            return process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            if interrupt.number == signal.SIGTERM and not told:
+                process.terminate()
+                told = True
 
 
 def main():
@@ -69,19 +81,24 @@ def main():
     end = words.index("--") if "--" in words else len(words)
     chosen, flags = parser.parse_args(words[:end]).names, words[end + 1:]
     if not chosen:
+        if words:
+            parser.error("name a placement before the --")
         for name in names():
             print(f"{name:12} {head(name)[0]}")
         return
 
     # What cannot work is refused before anything is trained. torch is imported only now.
     from model import NORMS
-    from train import parse_args
+    from train import load, parse_args
     for name in chosen:
         if name not in (*NORMS, *names()):
             parser.error(f"no placement {name!r}: choose from {', '.join((*NORMS, *names()))}")
     if any(word.partition("=")[0] == "--norm" for word in flags):
         parser.error("--norm: name the placements before the --")
-    first, config = next(iter(parse_args(flags).items()))
+    norm = chosen[0] if chosen[0] in NORMS else "pre"       # whose folders are named alike
+    runs = parse_args(["--norm", norm, *flags])
+    first, config = next(iter(runs.items()))
+    load(config.dataset, max(run.block_size for run in runs.values()))
 
     # One after another. train.py itself saves and exits on an interrupt; then the rest is not run.
     failed = []
@@ -91,19 +108,19 @@ def main():
             if name not in NORMS:
                 copy_program(name, program)
         for name, program in programs.items():
-            code = train(program, name, flags)
-            if code == 2 or interrupt.number or code > 128:
-                sys.exit(code or 128 + interrupt.number)
+            code = train(program, name, flags, interrupt)
+            if interrupt.number or code == 2 or code > 128:
+                sys.exit(128 + interrupt.number if interrupt.number else code)
             if code:
-                failed.append(name)
+                failed.append(name if code > 0 else f"{name} (killed by signal {-code})")
 
     # The first placement named is the first row of the table, with which the others are compared.
     from data.compare import compare
-    first = first.with_name(chosen[0] + first.name.removeprefix(config.norm))
+    first = first.with_name(chosen[0] + first.name.removeprefix(norm))
     print("\nall runs:")
     compare([path for path in (first, first.parent) if path.exists()], first.parent)
     if failed:
-        sys.exit(f"these ended with an error, see above: {', '.join(failed)}")
+        sys.exit(f"these ended with an error: {', '.join(failed)}")
 
 
 def run_command():

@@ -374,8 +374,10 @@ def test_retraction_projects_x_plus_a_part_of_the_tangent(s, fork):
 # ------------------------------------------------------------------------------- the command itself
 
 def command(datasets, *words):
-    """tests/forks.py at the size of TINY, in a folder outside the checkout."""
-    words = [*words, *SMALL] if "--" in words else words
+    """tests/forks.py at the size of TINY, in a folder outside the checkout; later flags win."""
+    if "--" in words:
+        flags = words.index("--") + 1
+        words = (*words[:flags], *SMALL, *words[flags:])
     return subprocess.run([sys.executable, REPO / "tests" / "forks.py", *words], cwd=datasets,
                           env=environment(datasets), capture_output=True, text=True)
 
@@ -397,16 +399,39 @@ def test_command_trains_compares_and_goes_on(datasets, tmp_path):
     assert files(REPO / "tests" / "forks") | files(REPO / "data" / "results") == tree
 
 
-def test_command_lists_and_refuses(datasets, tmp_path):
+def test_command_lists_and_refuses(datasets):
+    """What concerns every placement is said once, before any of them is trained."""
     listed = command(datasets)
     assert [line.split(" ")[0] for line in listed.stdout.splitlines()] == NAMES
-    for words, wanted in ((["mixx"], "no placement 'mixx'"),
-                          (["mix", "--", "--norm", "pre"], "name the placements before the --"),
-                          (["mix", "--", "--n_layerz", "2"], "--n_layerz"),
-                          (["mix", "--n_layer", "2"], "--n_layer")):
+    for code, words, wanted in (
+            (2, ["mixx"], "no placement 'mixx'"), (2, ["--"], "name a placement before the --"),
+            (2, ["mix", "--", "--norm", "pre"], "name the placements before the --"),
+            (2, ["mix", "--", "--n_layerz", "2"], "--n_layerz"),
+            (2, ["mix", "--n_layer", "2"], "--n_layer"),
+            (1, ["pre", "mix", "--", "--dataset", "nowhere"], "there is no dataset")):
         refused = command(datasets, *words)
-        assert refused.returncode == 2 and refused.stdout == ""
+        assert refused.returncode == code and refused.stdout == ""
         assert wanted in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_first_placement_is_the_first_row(datasets, tmp_path):
+    """Also if a flag varies only geo, whose folders then have longer names."""
+    run = command(datasets, "pre", "geo", "--", "--geo_p", "1", "inf", "--out_dir", tmp_path)
+    assert [line["norm"] for line in read(tmp_path / "compare.csv")] == ["pre", "geo", "geo"]
+    assert "minus pre" in run.stdout
+
+
+def test_sigterm_is_passed_on(datasets, tmp_path):
+    """It reached only forks.py, and the training went on: now it saves, and both end with 143."""
+    words = [sys.executable, REPO / "tests" / "forks.py", "mix", "pre", "--", *SMALL,
+             "--max_iters", "100000", "--out_dir", tmp_path]
+    process = subprocess.Popen(words, env=environment(datasets), stdout=subprocess.PIPE, text=True)
+    while "step 1/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(tmp_path.glob("mix*/ckpt.pt")) and not list(tmp_path.glob("pre*"))
 
 
 def test_diff_that_cannot_be_applied(tmp_path, monkeypatch):
@@ -441,10 +466,30 @@ def test_figure(tmp_path):
     assert not (tmp_path / "part.a.png").exists()
 
 
-@pytest.mark.parametrize("text", ["", "norm,seed\n", "no,columns\n1,2\n"])
+HEAD = "norm,decay,entry,learning_rate,seed,val_loss,status,n_layer\n"
+
+
+@pytest.mark.parametrize("text", [
+    "", "norm,seed\n", "no,columns\n1,2\n", HEAD + "pre,none,none,0.1,1,2.0\n",
+    HEAD + 2 * "pre,none,none,0.1,1,2.0,ok,4\n",
+    HEAD + "pre,none,none,0.1,1,2.0,ok,4\npre,none,none,0.1,2,2.0,ok,16\n"],
+    ids=["empty", "header", "another", "cut", "other flags", "two depths"])
 def test_figure_of_another_file(text, tmp_path, monkeypatch):
-    """An empty file once ended with a traceback: one line that names it."""
+    """Tracebacks and pooled runs, once: one line that names the file."""
     path = tmp_path / "other.csv"
     path.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["depths_figure.py", str(path), str(path), "x.png"])
-    assert refusal(depths_figure.main).startswith(f"{path} is no compare.csv")
+    figure = str(tmp_path / "x.png")
+    monkeypatch.setattr(sys, "argv", ["depths_figure.py", str(path), str(path), figure])
+    assert refusal(depths_figure.main).startswith(f"{path} is no compare.csv of one depth")
+
+
+def test_figure_replaces_no_table(tmp_path, monkeypatch, capsys):
+    """The third argument was once replaced whatever it was: now it must be a .png."""
+    path = tmp_path / "a.csv"
+    path.write_text(HEAD + "pre,none,none,0.1,1,2.0,ok,4\n", encoding="utf-8")
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["depths_figure.py", *[str(path)] * 3])
+    with pytest.raises(SystemExit) as error:
+        depths_figure.main()
+    assert error.value.code == 2 and path.read_bytes() == before
+    assert f"{path} must end in .png" in capsys.readouterr().err
