@@ -1,5 +1,6 @@
 """The README's commands and code, run as they are printed there, and its numbers."""
 import csv
+import json
 import math
 import re
 import shlex
@@ -230,6 +231,17 @@ def test_costs_are_those_of_the_file():
     for norm, *_, time, memory in found:
         line = costs[norm.strip("`")]
         assert [time, memory] == [f"{float(line[name]):.2f}" for name in ("time", "memory")], norm
+
+
+def test_speed_is_that_of_the_files():
+    """What tests/bench.py wrote at two widths: ratios of time and of memory, in this order."""
+    header, *found = next(table for table in tables(RESULTS) if "384 channels" in table[0][1])
+    files = [json.loads((ROOT / "data" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+             for name in ("speed-baby", "speed-tiny")]
+    measured = zip(*([row for row in file["rows"] if "run" in row] for file in files))
+    for (run, *numbers), rows in zip(found, measured, strict=True):
+        assert rows[0]["run"] == run.strip("`") or "nanoGPT" in run
+        assert numbers == [f"{row[name]:.2f}" for row in rows for name in ("ratio", "MB ratio")]
 
 
 def test_findings_repeat_the_results():
