@@ -383,19 +383,23 @@ def command(datasets, *words):
 
 
 def test_command_trains_compares_and_goes_on(datasets, tmp_path):
-    """A fork and `pre` in one table; the same command with one more seed trains only that."""
+    """A fork and `pre` in one table; the same command with more trains only what is new.
+
+    The first placement is the first row, also if a flag varies only geo's folders.
+    """
     tree = files(REPO / "tests" / "forks") | files(REPO / "data" / "results")
-    flags = ("pre", "mix", "--", "--out_dir", tmp_path / "out", "--seed", "1")
-    first = command(datasets, *flags)
+    flags = ("--", "--out_dir", tmp_path / "out", "--seed", "1")
+    first = command(datasets, "pre", "mix", *flags)
     assert first.returncode == 0, first.stderr
     assert [line["norm"] for line in cells(first.stdout)] == ["pre", "mix"]
-    again = command(datasets, *flags, "2")
+    again = command(datasets, "pre", "geo", "mix", *flags, "2", "--geo_p", "1", "inf")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("is finished at step 10; nothing to do") == 2
     lines = read(tmp_path / "out" / "compare.csv")
     assert lines[0]["norm"] == "pre"
     assert sorted((line["norm"], line["seed"]) for line in lines) == [
-        ("mix", "1"), ("mix", "2"), ("pre", "1"), ("pre", "2")]
+        ("geo", "1"), ("geo", "1"), ("geo", "2"), ("geo", "2"), ("mix", "1"), ("mix", "2"),
+        ("pre", "1"), ("pre", "2")]
     assert files(REPO / "tests" / "forks") | files(REPO / "data" / "results") == tree
 
 
@@ -412,13 +416,6 @@ def test_command_lists_and_refuses(datasets):
         refused = command(datasets, *words)
         assert refused.returncode == code and refused.stdout == ""
         assert wanted in refused.stderr and refused.stderr.count("\n") == 1
-
-
-def test_first_placement_is_the_first_row(datasets, tmp_path):
-    """Also if a flag varies only geo, whose folders then have longer names."""
-    run = command(datasets, "pre", "geo", "--", "--geo_p", "1", "inf", "--out_dir", tmp_path)
-    assert [line["norm"] for line in read(tmp_path / "compare.csv")] == ["pre", "geo", "geo"]
-    assert "minus pre" in run.stdout
 
 
 def test_sigterm_is_passed_on(datasets, tmp_path):
