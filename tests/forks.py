@@ -52,8 +52,9 @@ def copy_program(name: str, folder: Path):
     run = subprocess.run(["git", "apply", diff], cwd=folder, capture_output=True, text=True,
                          env=os.environ | {"GIT_DIR": str(folder / "no repository")})
     if run.returncode:
-        raise ValueError(f"{diff} does not apply: {run.stderr.strip().splitlines()[0]}; if you "
-                         "changed model.py, run this in a clean clone")
+        reason = (run.stderr.strip() or "git said nothing").splitlines()[0]
+        raise ValueError(f"{diff} does not apply: {reason}; if you changed model.py, run this in a "
+                         "clean clone")
 
 
 def train(program: Path, name: str, flags: list[str], interrupt: Interrupt) -> int:
