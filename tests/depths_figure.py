@@ -120,7 +120,7 @@ def main():
     for path in (args.shallow, args.deep):
         try:
             tables.append(read(path))
-        except ValueError as error:
+        except (ValueError, csv.Error) as error:
             sys.exit(f"{path} is no compare.csv of one depth: {error}")
     for setting in sorted(tables[0].keys() ^ tables[1].keys()):
         print(f"{', '.join(setting)}: only at one of the depths", file=sys.stderr)

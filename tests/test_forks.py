@@ -468,9 +468,9 @@ HEAD = "norm,decay,entry,learning_rate,seed,val_loss,status,n_layer\n"
 
 @pytest.mark.parametrize("text", [
     "", "norm,seed\n", "no,columns\n1,2\n", HEAD + "pre,none,none,0.1,1,2.0\n",
-    HEAD + 2 * "pre,none,none,0.1,1,2.0,ok,4\n",
+    HEAD + "x" * 200_000, HEAD + 2 * "pre,none,none,0.1,1,2.0,ok,4\n",
     HEAD + "pre,none,none,0.1,1,2.0,ok,4\npre,none,none,0.1,2,2.0,ok,16\n"],
-    ids=["empty", "header", "another", "cut", "other flags", "two depths"])
+    ids=["empty", "header", "another", "cut", "huge", "other flags", "two depths"])
 def test_figure_of_another_file(text, tmp_path, monkeypatch):
     """Tracebacks and pooled runs, once: one line that names the file."""
     path = tmp_path / "other.csv"

@@ -110,7 +110,10 @@ NOTHING = 0.95 * 3.3475     # of the loss of Tiny Shakespeare's byte frequencies
 
 
 def rows_of(selector: str) -> list[dict]:
-    """The lines of data/results/FILE.csv that `FILE: name=value name=value` selects."""
+    """The lines of data/results/FILE.csv that `FILE: name=value name=value` selects.
+
+    `FILE: ` selects all of them.
+    """
     name, wanted = selector.split(": ")
     with open(ROOT / "data" / "results" / f"{name}.csv", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
@@ -224,8 +227,7 @@ def test_depth_is_that_of_the_files():
 
 def test_costs_are_those_of_the_file():
     """Time and memory of every placement, divided by those of `pre`."""
-    with open(ROOT / "data" / "results" / "forks-cost.csv", encoding="utf-8", newline="") as file:
-        costs = {line["norm"]: line for line in csv.DictReader(file)}
+    costs = {line["norm"]: line for line in rows_of("forks-cost: ")}
     found, = [rows for header, *rows in tables(RESULTS) if header[-2:] == ["time", "memory"]]
     assert {row[0].strip("`") for row in found} == set(costs)
     for norm, *_, time, memory in found:
@@ -254,8 +256,7 @@ def test_findings_repeat_the_results():
 
 def test_first_table_is_that_of_the_file():
     """The opening table, from the compare.csv of the README's first command."""
-    with open(ROOT / "data" / "results" / "first.csv", encoding="utf-8", newline="") as file:
-        lines = {line["norm"]: line for line in csv.DictReader(file)}
+    lines = {line["norm"]: line for line in rows_of("first: ")}
     base, checked = float(lines["pre"]["val_loss"]), 0
     for line in README.splitlines():
         words = line.split()
