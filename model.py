@@ -67,7 +67,7 @@ def rms_norm(config: GPTConfig, gain: bool = True) -> nn.RMSNorm:
 def rotary_table(config: GPTConfig) -> Tensor:
     """RoPE's angles (arXiv 2104.09864) as (2, block_size, 1, D/2): the cosines, then the sines.
 
-    Computed in float32: bfloat16 has 512 distinct values for 1024 positions. `rotate` may then
+    Computed in float32: bfloat16 has 513 distinct values for 1024 positions. `rotate` may then
     round the cosines and sines.
     """
     half = config.n_embd // config.n_head // 2

@@ -17,7 +17,7 @@ import depths_figure
 import model
 import train
 from helpers import (REPO, SMALL, PowerCut, assert_same_run, cells, configs, cut_at, datasets,
-                     environment, files, here, read, refusal)
+                     environment, exit_code, files, here, read, refusal)
 
 NAMES = forks.names()
 every_fork = pytest.mark.parametrize("name", NAMES)
@@ -383,39 +383,46 @@ def command(datasets, *words):
 
 
 def test_command_trains_compares_and_goes_on(datasets, tmp_path):
-    """A fork and `pre` in one table; the same command with more trains only what is new.
+    """A fork, then `geo` and the fork in one table: the same command trains only what is new.
 
     The first placement is the first row, also if a flag varies only geo's folders.
     """
     tree = files(REPO / "tests" / "forks") | files(REPO / "data" / "results")
     flags = ("--", "--out_dir", tmp_path / "out", "--seed", "1")
-    first = command(datasets, "pre", "mix", *flags)
+    first = command(datasets, "mix", *flags)
     assert first.returncode == 0, first.stderr
-    assert [line["norm"] for line in cells(first.stdout)] == ["pre", "mix"]
-    again = command(datasets, "pre", "geo", "mix", *flags, "2", "--geo_p", "1", "inf")
+    assert [line["norm"] for line in cells(first.stdout)] == ["mix"]
+    again = command(datasets, "geo", "mix", *flags, "2", "--geo_p", "1", "inf")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("is finished at step 10; nothing to do") == 2
+    assert again.stdout.count("is finished at step 10; nothing to do") == 1
     lines = read(tmp_path / "out" / "compare.csv")
-    assert lines[0]["norm"] == "pre"
+    assert lines[0]["norm"] == "geo"
     assert sorted((line["norm"], line["seed"]) for line in lines) == [
-        ("geo", "1"), ("geo", "1"), ("geo", "2"), ("geo", "2"), ("mix", "1"), ("mix", "2"),
-        ("pre", "1"), ("pre", "2")]
+        ("geo", "1"), ("geo", "1"), ("geo", "2"), ("geo", "2"), ("mix", "1"), ("mix", "2")]
     assert files(REPO / "tests" / "forks") | files(REPO / "data" / "results") == tree
 
 
-def test_command_lists_and_refuses(datasets):
+def test_command_lists(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["forks.py"])
+    forks.main()
+    assert [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+
+
+@pytest.mark.parametrize("code, words, wanted", [
+    (2, ["mixx"], "no placement 'mixx'"), (2, ["--"], "name a placement before the --"),
+    (2, ["mix", "--", "--norm", "pre"], "name the placements before the --"),
+    (2, ["mix", "--", "--n_layerz", "2"], "--n_layerz"),
+    (2, ["mix", "--n_layer", "2"], "--n_layer"),
+    (1, ["pre", "mix", "--", "--dataset", "nowhere"], "there is no dataset")])
+def test_command_refuses(code, words, wanted, monkeypatch, capsys):
     """What concerns every placement is said once, before any of them is trained."""
-    listed = command(datasets)
-    assert [line.split(" ")[0] for line in listed.stdout.splitlines()] == NAMES
-    for code, words, wanted in (
-            (2, ["mixx"], "no placement 'mixx'"), (2, ["--"], "name a placement before the --"),
-            (2, ["mix", "--", "--norm", "pre"], "name the placements before the --"),
-            (2, ["mix", "--", "--n_layerz", "2"], "--n_layerz"),
-            (2, ["mix", "--n_layer", "2"], "--n_layer"),
-            (1, ["pre", "mix", "--", "--dataset", "nowhere"], "there is no dataset")):
-        refused = command(datasets, *words)
-        assert refused.returncode == code and refused.stdout == ""
-        assert wanted in refused.stderr and refused.stderr.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["forks.py", *words])
+    line = refusal(forks.main) if code == 1 else exit_code(forks.main)
+    printed = capsys.readouterr()
+    if code == 2:
+        assert line == 2 and printed.err.endswith("\n")
+        line = printed.err.removesuffix("\n")
+    assert wanted in line and "\n" not in line and printed.out == ""
 
 
 def test_sigterm_is_passed_on(datasets, tmp_path):

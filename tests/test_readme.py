@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import data.prepare
+import depths_figure
 import exercises
 import train
 from model import NORMS
@@ -52,14 +53,12 @@ TOY = dict(dataset="stdlib", device="cpu", compile=False, n_layer=2, n_head=2, n
 
 
 def toy_runs(command: str, folder: Path) -> dict:
-    """The first and the last run of each norm of a command, at toy size, in `folder`."""
-    runs, chosen = train.parse_args(shlex.split(command.split("train.py")[1])), {}
+    """The last run of each norm of a command, at toy size, in `folder`."""
+    runs = train.parse_args(shlex.split(command.split("train.py")[1]))
     for config in runs.values():
         vars(config).update(TOY, out_dir=str(folder))
-    for norm in NORMS:
-        own = [path for path, config in runs.items() if config.norm == norm]
-        chosen |= {folder / path.name: runs[path] for path in (*own[:1], *own[-1:])}
-    return chosen
+    last = {config.norm: path for path, config in runs.items()}
+    return {folder / path.name: runs[path] for path in last.values()}
 
 
 @pytest.mark.parametrize("text", [README, RESULTS], ids=["README", "results"])
@@ -101,6 +100,13 @@ def test_fifth_placement():
     wanted = re.findall(r"^[+-](?![+-]).*$", text, re.M)
     shown = [line for line in blocks("diff")[0].splitlines() if line != "@@"]
     assert shown == wanted and len(shown) == 6
+
+
+def test_frozen_scalars():
+    """The results' change of geonorm.py: the lines that it takes out are there, once each."""
+    source = (ROOT / "geonorm.py").read_text(encoding="utf-8").splitlines()
+    removed = [line[1:] for line in blocks("diff", RESULTS)[0].splitlines() if line[0] == "-"]
+    assert len(removed) == 2 and all(source.count(line) == 1 for line in removed)
 
 
 # ---------------------------------------------------------------------------------------- numbers
@@ -188,6 +194,41 @@ def test_numbers_are_those_of_the_files():
             assert differences == [difference_cell(selector, base) for base in bases], setting
             checked += 1
     assert checked >= 20
+
+
+def test_rates_are_those_of_the_files():
+    """One run per cell: the row's selector at the column's learning rate; - if there is none."""
+    checked = 0
+    for header, *rows in tables(RESULTS):
+        if header[1:2] != ["rows"] or not header[2].startswith("0.0"):
+            continue
+        for what, selector, *cells in rows:
+            for rate, cell in zip(header[2:], cells, strict=True):
+                selected = f"{selector.strip('`')} learning_rate={rate}"
+                assert len(rows_of(selected)) == (cell != "-"), (what, rate)
+                if cell != "-":
+                    wanted = loss_cell(selected).removeprefix("all 1 ").removesuffix(", 1 seed")
+                    assert cell == wanted, (what, rate)
+                    checked += 1
+    assert checked >= 40
+
+
+def test_matrices_are_those_of_the_files():
+    """The README's tables of each placement with and without a decay and an entry norm."""
+    columns = [("none", "none"), ("sqrt", "none"), ("none", "norm"), ("sqrt", "norm")]
+    found = [table for table in tables(README) if table[0][1:2] == ["neither"]]
+    assert len(found) == 2
+    for header, *rows in found:
+        name = header[0].replace(" layers", "")
+        best = depths_figure.read(ROOT / "data" / "results" / f"layers{name}.csv")
+        assert [row[0].strip("`") for row in rows] == list(NORMS)
+        for norm, *cells in rows:
+            for (decay, entry), cell in zip(columns, cells, strict=True):
+                runs = best[norm.strip("`"), decay, entry]
+                failed = len(runs) - len(depths_figure.losses(runs))
+                wanted = f"{depths_figure.mean(runs):.3f}"
+                wanted += f" ({failed} of {len(runs)} failed)" if failed else ""
+                assert cell == wanted, (name, norm, decay, entry)
 
 
 def mean_cell(lines: list[dict], column: str) -> str:
